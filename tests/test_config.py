@@ -1,0 +1,108 @@
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from ds_stream.config import load_config, parse_config, resolve_partition
+from rings import tiny_config
+
+CONFIGS = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load_resolve_and_can_be_fed_back(path: Path):
+    config = load_config(path)
+    for num_stages in (1, 2, 4):
+        resolved = config.resolve(num_stages)
+        again = parse_config(json.loads(resolved.to_json()))
+        assert again == resolved
+        assert again.resolve(num_stages) == resolved
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"batch": {"max_row": 2}}, r"stream\.batch\.max_row: not a key; did you mean max_rows"),
+        ({"vido": {}}, r"stream\.vido: not a key; did you mean video"),
+        ({"batch": {"max_rows": "two"}}, r'stream\.batch\.max_rows: .*integer, got "two"'),
+        ({"batch": {"max_rows": True}}, r"stream\.batch\.max_rows: .*integer, got true"),
+        ({"batch": {"max_rows": 0}}, r"stream\.batch\.max_rows: .*greater than or equal to 1, got 0"),
+        ({"batch": {"max_rows": "auto"}}, r'stream\.batch\.max_rows: .*integer, got "auto"'),
+        ({"video": {"width": 200}}, r"stream\.video\.width: .*multiple of 16, got 200"),
+        ({"noise": {"steps": []}}, r"stream\.noise\.steps: .*at least 1 item"),
+        ({"noise": {"steps": [200, 700]}}, r"stream\.noise: steps must fall strictly"),
+        ({"noise": {"steps": [1001, 3]}}, r"stream\.noise: steps must fall strictly and lie in 1\.\.1000"),
+        ({"context": {"lead": 3}}, r"stream\.context\.lead is 3 but a chunk has 3 passes; give a lead from 0 to 2"),
+        (
+            {"context": {"num_latent_frames_per_chunk": 3}},
+            r"stream\.context\.num_window_latent_frames is 2 but a chunk alone has 3",
+        ),
+        (
+            {"stages": {"partition": [0, 3, 6]}},
+            r"stream\.stages\.partition \[0, 3, 6\] covers 6 layers but the model has 7; give boundaries from 0 to 7",
+        ),
+        ({"stages": {"partition": [0, 4, 4, 7]}}, r"must rise strictly"),
+        ({"stages": {"partition": [0, 1, 7]}}, r"a stage with the VAE alone"),
+        ({"stages": {"partition": "uniform"}}, r"stream\.stages\.partition"),
+        ({"model": {"in_channels": 36}}, r"stream\.model\.in_channels is 36 but vae\.z_dim is 16"),
+        ({"vae": {"z_dim": 8}}, r"latent_mean has 16 entries but z_dim is 8"),
+    ],
+)
+def test_a_mistake_is_one_error_that_names_the_key(sections: dict, message: str):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**sections)
+
+
+def test_a_misspelt_deepspeed_key_is_an_error_too():
+    with pytest.raises(ValueError, match=r"steps_per_prnt: not a key here; did you mean steps_per_print"):
+        parse_config({"steps_per_prnt": 1, "stream": {}})
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(ValueError, match=r"(?s)widht.*max_row"):
+        tiny_config(batch={"max_row": 1}, video={"widht": 1})
+
+
+def test_overrides_reach_their_key(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text(tiny_config().to_json())
+    config = load_config(path, ("stream.batch.max_rows=3", "stream.context.sink_positions=absolute"))
+    assert config.stream.batch.max_rows == 3
+    assert config.stream.context.sink_positions == "absolute"
+    with pytest.raises(ValueError, match=r"--set nonsense: write key=value"):
+        load_config(path, ("nonsense",))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[]", "must hold a JSON object"), (None, "cannot read config")]
+)
+def test_an_unreadable_file_is_one_error(tmp_path: Path, text: str | None, message: str):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+
+
+@pytest.mark.parametrize("num_blocks", range(1, 8))
+def test_auto_partition_gives_every_stage_a_ring_layer_and_spreads_blocks(num_blocks: int):
+    for num_stages in range(1, num_blocks + 3):
+        bounds = resolve_partition("auto", num_blocks, num_stages)
+        assert bounds[0] == 0
+        assert bounds[-1] == num_blocks + 4
+        ring = [set(range(a, b)) - {0, num_blocks + 3} for a, b in itertools.pairwise(bounds)]
+        assert all(ring)
+        blocks = [len(layers - {1, num_blocks + 2}) for layers in ring]
+        assert max(blocks) - min(blocks) <= 1
+
+
+def test_more_stages_than_layers_is_an_error():
+    with pytest.raises(ValueError, match=r"6 ranks were started but the model has 3 blocks.*--num_gpus 5"):
+        tiny_config().resolve(6)
+
+
+def test_a_partition_for_other_ranks_is_an_error():
+    config = tiny_config(stages={"partition": [0, 4, 7]})
+    with pytest.raises(ValueError, match=r"has 2 stages but 4 ranks were started; start 2 ranks"):
+        config.resolve(4)
