@@ -1,0 +1,1 @@
+"""Wan layers, rolling cache, noise, streaming VAE, text and weights."""

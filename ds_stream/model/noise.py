@@ -1,0 +1,86 @@
+"""Flow-matching noise: levels, starts, steps, and Gaussians that depend on nothing but their key.
+
+Rectified flow as in Wan 2.1: ``x = (1 - sigma) x0 + sigma eps``, the model predicts ``v = eps - x0``. Latents are fp32
+``[channels, latent frames, height, width]``.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from ds_stream.config import NoiseConfig
+
+NUM_TABLE_ENTRIES = 1000
+
+
+class NoiseSchedule:
+    """Timestep and noise level of each pass.
+
+    Args:
+        config: steps, shift, warp, strength, context pass.
+        from_video: whether chunks start from encoded video (V2V) rather than from noise alone (T2V).
+    """
+
+    def __init__(self, config: NoiseConfig, from_video: bool):
+        self.num_denoising_steps = len(config.steps)
+        self.strength = config.strength if from_video else 1.0
+        table = _timestep_table(config.shift)
+        if config.warp:
+            timesteps = [0.0 if step == 0 else table[NUM_TABLE_ENTRIES - step] for step in config.steps]
+        else:
+            timesteps = [float(step) for step in config.steps]
+        if from_video:
+            timesteps[0] = float(max(int(1000 * config.strength) + config.first_timestep_offset, 1))
+        self.sigmas = tuple(_nearest(table, timestep) / 1000 for timestep in timesteps)
+        """Noise level of each denoising step: that of the nearest entry of the shifted table."""
+        self.timesteps = tuple(timesteps) + ((0.0,) if config.context_pass else ())
+        """What the model is told at each pass, 0 to 1000."""
+
+    def start(self, noise: Tensor, video_latents: Tensor | None) -> Tensor:
+        """Noisy latents of a chunk that enters: ``s eps + (1 - s) z``, or pure noise without video."""
+        if video_latents is None:
+            return noise
+        return self.strength * noise + (1 - self.strength) * video_latents
+
+    def step(self, latents: Tensor, flow: Tensor, step: int, next_noise: Tensor | None) -> Tensor:
+        """Latents for the next pass, given the flow predicted at denoising step ``step``.
+
+        ``x0 = x - sigma v``; then ``(1 - sigma') x0 + sigma' eps'`` with fresh noise, or ``x0`` after the last
+        denoising step. After the context pass nothing is left to do.
+
+        Args:
+            next_noise: ``eps'``, where :meth:`needs_noise` says that there is a further denoising step.
+        """
+        if step >= self.num_denoising_steps:
+            return latents
+        clean = latents - self.sigmas[step] * flow
+        if next_noise is None:
+            return clean
+        sigma = self.sigmas[step + 1]
+        return (1 - sigma) * clean + sigma * next_noise
+
+    def needs_noise(self, step: int) -> bool:
+        """Whether :meth:`step` at ``step`` adds fresh noise."""
+        return step + 1 < self.num_denoising_steps
+
+
+def keyed_noise(shape: tuple[int, ...], seed: int, chunk: int, step: int, device: torch.device) -> Tensor:
+    """Standard Gaussian fp32 noise that depends only on the session's seed, the chunk and the step.
+
+    A session is known by its seed, so two sessions with one seed and one input give one video, whatever runs beside
+    them.
+    """
+    digest = hashlib.blake2b(f"{seed}/{chunk}/{step}".encode(), digest_size=8).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(shape, generator=generator, device=device)
+
+
+def _timestep_table(shift: float) -> list[float]:
+    """The 1000 timesteps ``1000 sigma``, falling: ``sigma = shift s / (1 + (shift - 1) s)``, ``s`` from 1."""
+    levels = [1 - index / NUM_TABLE_ENTRIES for index in range(NUM_TABLE_ENTRIES)]
+    return [1000 * shift * s / (1 + (shift - 1) * s) for s in levels]
+
+
+def _nearest(table: list[float], timestep: float) -> float:
+    return min(table, key=lambda entry: abs(entry - timestep))

@@ -1,0 +1,67 @@
+"""Rotary position embedding, computed from integer positions: no table, so no longest stream.
+
+RoFormer (arXiv 2104.09864), eq. 34, in the three-axis split of Wan 2.1. Shapes: L tokens, H heads, D head channels.
+"""
+
+import torch
+from torch import Tensor
+
+Angles = tuple[Tensor, Tensor]
+"""Cosine and sine, each ``[L, D / 2]``, fp32."""
+
+THETA = 10000.0
+
+
+class Rope:
+    """Angles of the tokens of consecutive latent frames.
+
+    Args:
+        head_dim: channels of one head; time gets what height and width leave (128 = 44 + 42 + 42).
+        grid_height: token rows of a latent frame.
+        grid_width: token columns of a latent frame.
+        device: where the angles are needed.
+    """
+
+    def __init__(self, head_dim: int, grid_height: int, grid_width: int, device: torch.device):
+        space_dim = 2 * (head_dim // 6)
+        self._time_freqs = _frequencies(head_dim - 2 * space_dim)
+        self._device = device
+        freqs = _frequencies(space_dim)
+        rows = torch.outer(torch.arange(grid_height, dtype=torch.float64), freqs)
+        columns = torch.outer(torch.arange(grid_width, dtype=torch.float64), freqs)
+        self._space = torch.cat(
+            (
+                rows[:, None].expand(grid_height, grid_width, -1),
+                columns[None].expand(grid_height, grid_width, -1),
+            ),
+            dim=-1,
+        ).flatten(0, 1)
+
+    def angles(self, first_position: int, num_latent_frames: int) -> Angles:
+        """Angles for the tokens of latent frames at positions ``first_position``, ``first_position + 1``, ...
+
+        The products are taken in float64, so that positions far past any table keep their precision.
+        """
+        positions = torch.arange(first_position, first_position + num_latent_frames, dtype=torch.float64)
+        time = torch.outer(positions, self._time_freqs)
+        num_tokens = self._space.shape[0]
+        both = torch.cat(
+            (
+                time[:, None].expand(num_latent_frames, num_tokens, -1),
+                self._space[None].expand(num_latent_frames, num_tokens, -1),
+            ),
+            dim=-1,
+        ).flatten(0, 1)
+        return both.cos().float().to(self._device), both.sin().float().to(self._device)
+
+
+def apply_rope(x_LHD: Tensor, angles: Angles) -> Tensor:
+    """Rotate neighbouring channel pairs of queries or keys ``[L, H, D]``; the result has the same type."""
+    cos, sin = angles[0][:, None], angles[1][:, None]
+    real, imaginary = x_LHD.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
+    return rotated.flatten(-2).to(x_LHD.dtype)
+
+
+def _frequencies(dim: int) -> Tensor:
+    return THETA ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)

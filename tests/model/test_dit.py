@@ -1,0 +1,156 @@
+"""The cached, chunked, causal DiT against plain full forwards of the same weights."""
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention
+from torch import Tensor
+from torch.nn import functional
+
+from ds_stream.config import StreamConfig
+from ds_stream.core import Row
+from ds_stream.model.attention import KeyValue
+from ds_stream.model.layers import RowBatch, RowContextFactory, latent_shape
+from ds_stream.model.pipeline import StageLayers, build_all_layers
+from rings import CPU, embed, tiny_config
+
+
+def dense_model(layers: StageLayers, config: StreamConfig) -> WanTransformer3DModel:
+    """Diffusers' whole model with the weights of ours."""
+    model = config.model
+    dense = WanTransformer3DModel(
+        num_attention_heads=model.num_heads,
+        attention_head_dim=model.head_dim,
+        in_channels=model.in_channels,
+        out_channels=model.out_channels,
+        text_dim=model.text_dim,
+        freq_dim=model.freq_dim,
+        ffn_dim=model.ffn_dim,
+        num_layers=model.num_layers,
+        eps=model.eps,
+    ).eval()
+    weights = {**layers.ring[0].state_dict(), **layers.ring[-1].state_dict()}
+    for block in layers.blocks:
+        weights |= {f"blocks.{block.index}.{name}": value for name, value in block.block.state_dict().items()}
+    dense.load_state_dict(weights, strict=True)
+    return dense
+
+
+class BlockCausal:
+    """Diffusers' self-attention with a mask: a token sees its own chunk and the earlier ones."""
+
+    def __init__(self, tokens_per_chunk: int):
+        self.tokens_per_chunk = tokens_per_chunk
+
+    def __call__(self, attn: WanAttention, hidden: Tensor, _text, _mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        def heads(linear: torch.nn.Module, norm: torch.nn.Module | None) -> Tensor:
+            x = linear(hidden) if norm is None else norm(linear(hidden))
+            return x.unflatten(2, (attn.heads, -1))
+
+        def rotate(x: Tensor) -> Tensor:
+            cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
+            turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
+            return torch.view_as_real(turned).flatten(-2)
+
+        query, key = rotate(heads(attn.to_q, attn.norm_q)), rotate(heads(attn.to_k, attn.norm_k))
+        value = heads(attn.to_v, None)
+        chunk = torch.arange(hidden.shape[1]) // self.tokens_per_chunk
+        mask = chunk[:, None] >= chunk[None, :]
+        out = functional.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
+        )
+        return attn.to_out[0](out.transpose(1, 2).flatten(2))
+
+
+def text_of(layers: StageLayers, embedding: Tensor) -> dict[int, KeyValue]:
+    assert layers.embed is not None
+    context = layers.embed.project_text(embedding)
+    return {block.index: block.text_key_value(context) for block in layers.blocks}
+
+
+@torch.no_grad()
+def run_chunks(
+    config: StreamConfig,
+    layers: StageLayers,
+    latents: Tensor,
+    embedding: Tensor,
+    step: int,
+    num_passes_before: int = 0,
+) -> Tensor:
+    """Flow of each chunk of ``latents`` ``[C, all frames, h, w]`` at pass ``step``, chunk after chunk."""
+    rows = RowContextFactory(config, False, [block.index for block in layers.blocks], CPU)
+    caches, texts = rows.new_caches(), text_of(layers, embedding)
+    size = config.context.num_latent_frames_per_chunk
+    flows = []
+    for chunk, part in enumerate(latents.split(size, dim=1)):
+        for earlier in range(step - num_passes_before, step + 1):
+            batch = RowBatch([rows.make(Row(0, chunk, earlier, 0), caches, texts)], part[None])
+            flow = layers.forward(batch, exact_rows=True).flow_RCNhw
+        assert flow is not None
+        flows.append(flow[0])
+    return torch.cat(flows, dim=1)
+
+
+@pytest.mark.parametrize("size", [(32, 32), (48, 80)])
+@torch.no_grad()
+def test_one_chunk_of_all_frames_equals_diffusers(size: tuple[int, int]):
+    config = tiny_config(
+        video={"height": size[0], "width": size[1]},
+        context={"num_latent_frames_per_chunk": 5, "num_window_latent_frames": 5, "num_sink_latent_frames": 0},
+    ).stream
+    layers = build_all_layers(config, CPU)
+    latents = torch.randn(latent_shape(config))
+    embedding = embed(tiny_config(), "two red boats")
+    ours = run_chunks(config, layers, latents, embedding, step=1)
+    theirs = dense_model(layers, config)(latents[None], torch.tensor([500.0]), embedding[None]).sample[0]
+    assert (ours - theirs).abs().max() < 1e-5
+    assert theirs.abs().mean() > 0.1
+
+
+@pytest.mark.parametrize(("frames_per_chunk", "num_chunks"), [(1, 6), (3, 4)])
+@pytest.mark.parametrize("num_sinks", [0, 2])
+@torch.no_grad()
+def test_dense_equals_cached(frames_per_chunk: int, num_chunks: int, num_sinks: int):
+    """The context pass of each chunk, in exact mode and with all context in the window, is block-causal attention."""
+    num_frames = frames_per_chunk * num_chunks
+    config = tiny_config(
+        noise={"steps": [1000, 500], "context_pass": True},
+        context={
+            "lead": 2,
+            "num_latent_frames_per_chunk": frames_per_chunk,
+            "num_window_latent_frames": num_frames,
+            "num_sink_latent_frames": num_sinks,
+        },
+    ).stream
+    layers = build_all_layers(config, CPU)
+    channels, _, height, width = latent_shape(config)
+    latents = torch.randn(channels, num_frames, height, width)
+    embedding = embed(tiny_config(), "two red boats")
+    # The denoising passes run too: what they leave in the cache must not be seen.
+    ours = run_chunks(config, layers, latents, embedding, step=2, num_passes_before=2)
+    dense = dense_model(layers, config)
+    for block in dense.blocks:
+        block.attn1.set_processor(BlockCausal(frames_per_chunk * height * width // 4))
+    theirs = dense(latents[None], torch.tensor([0.0]), embedding[None]).sample[0]
+    assert (ours - theirs).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_long_stream_does_not_feel_its_position():
+    """Rotary positions are relative: 1,500 latent frames on, the same content gives the same flow."""
+    config = tiny_config(context={"num_window_latent_frames": 3, "num_sink_latent_frames": 0}).stream
+    layers = build_all_layers(config, CPU)
+    rows = RowContextFactory(config, False, [block.index for block in layers.blocks], CPU)
+    texts = text_of(layers, embed(tiny_config(), "two red boats"))
+    contents = [torch.randn(latent_shape(config)) for _ in range(3)]
+    flows = []
+    # Multiples of the window, so that slots coincide too.
+    for start in (0, 1500, 3_000_000):
+        caches = rows.new_caches()
+        for chunk in range(3):
+            # A stream that is past its start has a full window: fill it before looking.
+            row = rows.make(Row(0, max(start, 3) + chunk, 0, 0), caches, texts)
+            flow = layers.forward(RowBatch([row], contents[chunk][None]), exact_rows=True).flow_RCNhw
+        flows.append(flow)
+    assert (flows[0] - flows[1]).abs().max() < 1e-4
+    assert (flows[0] - flows[2]).abs().max() < 1e-4
