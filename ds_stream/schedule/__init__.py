@@ -1,0 +1,1 @@
+"""The temporal pipe schedule: integers in, instructions out."""

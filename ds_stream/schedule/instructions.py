@@ -1,0 +1,139 @@
+"""What one stage can be told to do. Each docstring is the instruction's specification.
+
+A *launch* ``u`` is the stream batch that enters the ring at tick ``u``; all instructions of a launch carry its number,
+and messages of one kind between two stages are matched in order of launch.
+"""
+
+from deepspeed.runtime.pipe.schedule import PipeInstruction
+
+
+class StreamInstruction(PipeInstruction):
+    """An instruction of a launch.
+
+    Args:
+        launch: tick at which the first stage runs this launch.
+    """
+
+    def __init__(self, launch: int, **kwargs: object):
+        super().__init__(launch=launch, **kwargs)
+
+
+class SendPlan(StreamInstruction):
+    """Pass the plan on, ahead of the data.
+
+    Roughly: ``control.send(plan, stage=next)``
+
+    Pairs with the plan iterator of the next stage's schedule.
+    """
+
+
+class OpenSession(StreamInstruction):
+    """Allocate a session's state on this stage: rolling caches, VAE caches, noise seed.
+
+    Roughly: ``sessions[session] = SessionState(seed)``
+    """
+
+
+class CloseSession(StreamInstruction):
+    """Free a session's state. No row of it is in flight.
+
+    Roughly: ``del sessions[session]``
+    """
+
+
+class EmbedPrompt(StreamInstruction):
+    """Project the controller's text embedding, and compute this stage's cross-attention keys/values once.
+
+    Roughly: ``prompts[prompt] = cross_attention(embed.text(controller.take_prompt(prompt)))``; first ring stage only.
+    """
+
+
+class RecvPrompt(StreamInstruction):
+    """Receive a projected text embedding, and compute this stage's cross-attention keys/values once.
+
+    Roughly: ``prompts[prompt] = cross_attention(context.recv(stage=prev))``
+
+    Pairs with :class:`SendPrompt` on the previous stage.
+    """
+
+
+class SendPrompt(StreamInstruction):
+    """Pass a projected text embedding on.
+
+    Roughly: ``context.send(prompts[prompt].context, stage=next)``
+
+    Pairs with :class:`RecvPrompt` on the next stage.
+    """
+
+
+class DropPrompt(StreamInstruction):
+    """Free a prompt's cross-attention keys/values. No row uses it from here on.
+
+    Roughly: ``del prompts[prompt]``
+    """
+
+
+class RecvLatents(StreamInstruction):
+    """Receive the latents of the rows that go on, from the last ring stage.
+
+    Roughly: ``latents[:num_rows] = returned.recv(stage=ring_last)``
+
+    Pairs with :class:`ReturnLatents` of launch ``launch - stages`` on the last ring stage.
+    """
+
+
+class StartChunk(StreamInstruction):
+    """Make the noisy latents of a chunk that enters the ring, and append them as the batch's next row.
+
+    Roughly: ``latents.append(start(encode(controller.take_chunk(session, chunk)), noise(session, chunk, 0)))``
+    """
+
+
+class ForwardPass(StreamInstruction):
+    """Run this stage's ring layers on the rows of a launch. Reads and writes the rolling caches.
+
+    Roughly: ``hidden = module(hidden, rows)``
+    """
+
+
+class SendActivations(StreamInstruction):
+    """Send hidden states, noisy latents and time modulation of the rows to the next stage, as one message.
+
+    Roughly: ``activations.send(hidden, latents, modulation, stage=next)``; never waits for the receive.
+
+    Pairs with :class:`RecvActivations` on the next stage, one tick later.
+    """
+
+
+class RecvActivations(StreamInstruction):
+    """Receive the rows of a launch from the previous stage.
+
+    Roughly: ``hidden, latents, modulation = activations.recv(stage=prev)``
+
+    Pairs with :class:`SendActivations` on the previous stage, one tick earlier.
+    """
+
+
+class StepLatents(StreamInstruction):
+    """Take the rows one denoising step on: from the predicted flow to the next noisy latents, or the clean ones.
+
+    Roughly: ``latents = noise_schedule.step(latents, flow, step, noise(session, chunk, step + 1))``
+    """
+
+
+class ReturnLatents(StreamInstruction):
+    """Send the stepped latents of the rows that go on, from the last ring stage to the first.
+
+    Roughly: ``returned.send(latents[not finished], stage=ring_first)``; never waits for the receive.
+
+    Pairs with :class:`RecvLatents` on the first ring stage, one tick later.
+    """
+
+
+class DecodeChunk(StreamInstruction):
+    """Decode a finished chunk to pixels and send them to the controller's rank.
+
+    Roughly: ``frames.send(uint8(decode(latents[row])), rank=0)``
+
+    Pairs with the controller's collector.
+    """
