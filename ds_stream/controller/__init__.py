@@ -1,0 +1,1 @@
+"""Decides what enters the ring, and when."""

@@ -1,0 +1,1 @@
+"""Carries out the instructions of the schedule on one rank."""

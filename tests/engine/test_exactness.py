@@ -1,0 +1,216 @@
+"""The pipeline never changes the answer: any ring equals the plain loops of the oracle, bit for bit."""
+
+import functools
+import itertools
+import os
+import random
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from ds_stream.config import Config
+from ds_stream.core import Plan
+from rings import MockRing, Stream, geometry, make_controller, random_clip, reference_frames, tiny_config
+
+# Every ring with every length, instead of every ring with two lengths: minutes instead of seconds.
+FULL_SWEEP = os.environ.get("DS_STREAM_FULL_SWEEP") == "1"
+LONGEST = 8
+
+
+def config_of(lead: int, context_pass: bool, max_rows: int = 1, **sections: dict) -> Config:
+    return tiny_config(
+        noise={"steps": [700, 400], "context_pass": context_pass},
+        context={"lead": lead, "num_window_latent_frames": 2, "num_sink_latent_frames": 1},
+        batch={"max_rows": max_rows},
+        **sections,
+    )
+
+
+def clip_of(num_chunks: int, num_latent_frames: int = 1, seed: int = 0) -> np.ndarray:
+    config = tiny_config(context={"num_latent_frames_per_chunk": num_latent_frames, "num_window_latent_frames": 9})
+    return random_clip(geometry(config).first_frame(num_chunks), seed)
+
+
+@functools.cache
+def oracle(lead: int, context_pass: bool) -> np.ndarray:
+    """Frames of the longest clip; those of a shorter one are its beginning."""
+    return reference_frames(config_of(lead, context_pass), Stream(5, clip_of(LONGEST)))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("context_pass", [False, True])
+def test_ranks_rows_and_lead_do_not_change_the_video(num_stages: int, context_pass: bool):
+    num_passes = 2 + context_pass
+    short = itertools.cycle(range(LONGEST))
+    for lead, max_rows in itertools.product(range(num_passes), range(1, num_passes + 1)):
+        # Zero chunks, fewer than stages, than rows, than the window: every length meets some ring.
+        for num_chunks in range(LONGEST + 1) if FULL_SWEEP else (next(short), LONGEST):
+            config = config_of(lead, context_pass, max_rows)
+            clip = clip_of(num_chunks)
+            (frames,) = MockRing(config, num_stages).run([Stream(5, clip)])
+            assert len(frames) == len(clip)
+            if num_chunks:
+                assert np.array_equal(frames, oracle(lead, context_pass)[: len(clip)]), (lead, max_rows, num_chunks)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("num_latent_frames", [1, 3])
+@pytest.mark.parametrize("from_video", [True, False])
+@pytest.mark.parametrize("sink_positions", ["sliding", "absolute"])
+def test_chunk_sizes_starts_and_sink_positions(
+    num_stages: int, num_latent_frames: int, from_video: bool, sink_positions: str
+):
+    config = tiny_config(
+        context={
+            "num_latent_frames_per_chunk": num_latent_frames,
+            "num_window_latent_frames": 4,
+            "num_sink_latent_frames": 2,
+            "sink_positions": sink_positions,
+        },
+        batch={"max_rows": 2},
+    )
+    # Neither the first nor the last chunk is full.
+    num_frames = geometry(config).first_frame(6) + 2
+    stream = Stream(9, random_clip(num_frames) if from_video else None, num_frames)
+    (frames,) = MockRing(config, num_stages, from_video).run([stream])
+    assert np.array_equal(frames, reference_frames(config, stream))
+
+
+@pytest.mark.parametrize("caps", [[1, 3], [3, 1], [2, 3, 1]])
+def test_the_row_cap_changes_while_the_ring_is_full(caps: list[int]):
+    config = config_of(0, True, max(caps))
+    ring = MockRing(config, 2)
+
+    def plans(controller_plans: Iterator[Plan]) -> Iterator[Plan]:
+        for count, plan in enumerate(controller_plans):
+            ring.controller.planner.max_rows = caps[count // 3 % len(caps)]
+            seen.append(len(plan.rows))
+            yield plan
+
+    seen: list[int] = []
+    inner = ring.controller.plans
+    ring.controller.plans = lambda: plans(inner())
+    (frames,) = ring.run([Stream(5, clip_of(LONGEST))])
+    assert np.array_equal(frames, oracle(0, True))
+    assert len(set(seen)) > 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrivals_at_any_time(seed: int):
+    chance = random.Random(seed)
+    config = config_of(0, True, 2)
+    stream = Stream(5, clip_of(LONGEST), wait=lambda: time.sleep(chance.random() * 0.05))
+    (frames,) = MockRing(config, 3).run([stream])
+    assert np.array_equal(frames, oracle(0, True))
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_interleaved_sessions_equal_separate_runs(num_stages: int):
+    """Caches, VAE state, text and noise of one session do not touch another's."""
+    config = config_of(1, True, 3)
+    streams = [
+        Stream(5, clip_of(5, seed=1), prompt="red boats"),
+        Stream(6, clip_of(7, seed=2), prompt="a quiet harbour at night"),
+        Stream(5, clip_of(2, seed=3), prompt="red boats"),
+    ]
+    together = MockRing(config, num_stages).run(streams)
+    for frames, stream in zip(together, streams, strict=True):
+        assert np.array_equal(frames, reference_frames(config, stream))
+
+
+def test_a_new_session_in_a_used_ring_equals_a_fresh_one():
+    config = config_of(0, True, 2)
+    ring = MockRing(config, 2)
+    first = ring.run([Stream(5, clip_of(4))])[0]
+    ring.controller = make_controller(ring.config, 2)
+    ring.engines[0].source = ring.controller
+    again = ring.run([Stream(5, clip_of(4))])[0]
+    assert np.array_equal(first, again)
+    assert all(not engine._sessions and not engine._prompts for engine in ring.engines)
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_every_chunk_can_have_a_prompt_of_its_own(num_stages: int):
+    """Rows of one batch differ in prompt, timestep, noise and position, and none gets another's."""
+    from rings import embed, open_streams
+
+    config = config_of(0, True, 3)
+    ring = MockRing(config, num_stages)
+    names = [f"prompt number {number}" for number in range(LONGEST)]
+    stream = Stream(5, clip_of(LONGEST), prompt=names[0])
+    admitted: list[str] = []
+
+    def plans(controller_plans: Iterator[Plan]) -> Iterator[Plan]:
+        current = 0
+        for plan in controller_plans:
+            for row in plan.rows:
+                if row.step == 0:
+                    admitted.append(names[current])
+                    current = min(current + 1, LONGEST - 1)
+                    # As if a user had changed it right after this chunk entered.
+                    ring.controller.set_prompt(0, embed(config, names[current]))
+            yield plan
+
+    (writer,) = open_streams(ring.controller, config, [stream])
+    inner = ring.controller.plans
+    ring.controller.plans = lambda: plans(inner())
+    ring.run_engines()
+    assert admitted == names
+    assert np.array_equal(writer.frames, reference_frames(config, stream, prompt_of=lambda chunk: names[chunk]))
+    assert all(not engine._prompts for engine in ring.engines)
+
+
+def test_noise_and_weights_do_not_come_from_the_global_generator():
+    config = config_of(0, False, 1)
+    torch.manual_seed(1)
+    (first,) = MockRing(config, 2).run([Stream(5, clip_of(3))])
+    torch.manual_seed(2)
+    (second,) = MockRing(config, 2).run([Stream(5, clip_of(3))])
+    (other_seed,) = MockRing(config, 2).run([Stream(6, clip_of(3))])
+    assert np.array_equal(first, second)
+    assert not np.array_equal(first, other_seed)
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 6, 7])
+def test_output_i_belongs_to_input_i(num_chunks: int, monkeypatch: pytest.MonkeyPatch):
+    """With a model that predicts no flow and a start without noise, the video is the VAE's round trip of the input."""
+    from ds_stream.model.layers import HeadLayer, RowBatch
+    from ds_stream.model.noise import NoiseSchedule
+
+    monkeypatch.setattr(
+        HeadLayer,
+        "forward",
+        lambda self, batch: RowBatch(batch.rows, batch.latents_RCNhw, flow_RCNhw=0 * batch.latents_RCNhw),
+    )
+    monkeypatch.setattr(NoiseSchedule, "start", lambda self, noise, video: video)
+    monkeypatch.setattr(NoiseSchedule, "step", lambda self, latents, flow, step, noise: latents)
+    config = config_of(0, False, 2)
+    clip = clip_of(num_chunks)
+    (frames,) = MockRing(config, 3).run([Stream(5, clip)])
+    monkeypatch.undo()
+    from ds_stream.model.pipeline import build_all_layers
+    from rings import CPU
+
+    layers = build_all_layers(config.stream, CPU)
+    states = layers.encode.new_state(), layers.decode.new_state()
+    expected = []
+    with torch.no_grad():
+        for chunk in range(num_chunks):
+            part = clip[geometry(config).first_frame(chunk) :][: geometry(config).num_frames(chunk)]
+            expected.append(layers.decode(layers.encode(torch.from_numpy(part), states[0]), states[1]).numpy())
+    assert np.array_equal(frames, np.concatenate(expected))
+
+
+def test_parameters_of_the_stages_add_up_and_none_is_built_twice():
+    config = tiny_config()
+    for num_stages in (1, 2, 3, 4, 5):
+        engines = MockRing(config, num_stages).engines
+        counts = [engine.module.num_parameters for engine in engines]
+        names = [name for engine in engines for name, _ in engine.module.named_parameters()]
+        whole = MockRing(config, 1).engines[0].module
+        assert sum(counts) == whole.num_parameters
+        assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+        assert all(count < whole.num_parameters for count in counts) or num_stages == 1
