@@ -101,6 +101,9 @@ class StreamEngine(PipelineEngine):
         self.num_forwards = 0
         self.num_rows_run = 0
         self.forward_ms = 0.0
+        """Time of the forwards that have been read from the timer, in ms."""
+        self.peak_cache_bytes = 0
+        """Most device memory that rolling caches took, all open sessions together."""
         self._sessions: dict[int, _Session] = {}
         self._prompts: dict[int, _Prompt] = {}
         self._entering: list[Tensor] = []
@@ -121,10 +124,6 @@ class StreamEngine(PipelineEngine):
         self.enter_phase("handing over the last messages", True)
         self.links.drain()
         self._read_timer()
-
-    def cache_bytes(self) -> int:
-        """Device memory of this stage's rolling caches, in bytes, all open sessions together."""
-        return sum(cache.num_bytes for session in self._sessions.values() for cache in session.caches.values())
 
     def _received_plans(self) -> Iterator[Plan]:
         assert self.links.plans_in is not None
@@ -147,6 +146,8 @@ class StreamEngine(PipelineEngine):
             layers.encode.new_state() if layers.encode else None,
             layers.decode.new_state() if layers.decode else None,
         )
+        caches = (cache for state in self._sessions.values() for cache in state.caches.values())
+        self.peak_cache_bytes = max(self.peak_cache_bytes, sum(cache.num_bytes for cache in caches))
 
     def _exec_close_session(self, launch: int, session: int) -> None:
         del self._sessions[session]

@@ -10,7 +10,7 @@ import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class LinkError(StreamError):
     """
 
     def __init__(self, peer: int, what: str, detail: str):
-        super().__init__(f"{what}: rank {peer} is gone or does not answer ({detail})")
+        super().__init__(f"{what}: {detail}")
         self.peer = peer
 
 
@@ -142,11 +142,13 @@ class GroupChannel:
         work = self._guard(lambda: dist.irecv(buffer, self._peer, group=self._group))
         self._guard(work.wait)
 
-    def _guard(self, action: Callable[[], object]):
+    def _guard(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except RuntimeError as error:
-            raise LinkError(self._peer, self._what, str(error).splitlines()[0]) from error
+            # The backend's own text is long and means little to a user; it stays in the chain.
+            detail = "timed out" if "timed out" in str(error).lower() else "the connection is closed"
+            raise LinkError(self._peer, self._what, f"{detail} (rank {self._peer})") from error
 
 
 class HostStagedChannel:
@@ -186,7 +188,7 @@ class LoopbackChannel:
         try:
             message = self._queue.get(timeout=self._timeout_s)
         except queue.Empty:
-            raise LinkError(0, self._what, f"nothing was sent for {self._timeout_s:g} s") from None
+            raise LinkError(0, self._what, f"nothing came for {self._timeout_s:g} s") from None
         assert message.numel() == buffer.numel(), (
             f"{self._what}: sent {message.numel()}, awaited {buffer.numel()} bytes"
         )
