@@ -209,7 +209,7 @@ class StreamController:
             {session: state.prompt for session, state in admitting.items()},
         )
         for session in {row.session for row in rows}:
-            self._sessions[session].metrics.rows[len(rows)] += 1
+            self._sessions[session].metrics.launched(len(rows))
         for row in rows:
             if row.step == 0:
                 self._note_admission(row)

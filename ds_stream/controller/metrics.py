@@ -19,12 +19,19 @@ class SessionMetrics:
         """Chunks written."""
         self.rows: Counter[int] = Counter()
         """How many launches had how many rows."""
+        self.last_rows = 0
+        """Rows of the latest launch."""
         self._accepted_at: dict[int, float] = {}
         self._latencies_s: deque[float] = deque(maxlen=_LONGEST_HISTORY)
         self._first_accepted_at: float | None = None
         self._first_delivered_at: float | None = None
         self._last_delivered_at: float | None = None
         self._num_frames_of_first_chunk = 0
+
+    def launched(self, num_rows: int) -> None:
+        """A launch with ``num_rows`` rows held some of this session's."""
+        self.rows[num_rows] += 1
+        self.last_rows = num_rows
 
     def accepted(self, chunk: int, at: float) -> None:
         """The ring has taken ``chunk``."""

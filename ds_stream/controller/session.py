@@ -121,9 +121,8 @@ class ChunkReader:
                 if frames is not None:
                     frames = _pad(frames, self._geometry.num_frames(chunk))
                 self._inbox.put(ChunkArrived(self._session, chunk, frames, num_frames))
+                # A short read is followed by another, which says whether the source ended or broke off.
                 chunk += 1
-                if num_frames < self._geometry.num_frames(chunk - 1):
-                    break
         except StreamError as broken:
             error = broken
         except Exception as bug:

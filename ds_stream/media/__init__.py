@@ -1,0 +1,1 @@
+"""Video files in and out, as streams."""
