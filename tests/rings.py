@@ -240,16 +240,8 @@ def _loopback_links(num_stages: int, num_buffers: int) -> list[StageLinks]:
 
 
 def _enter_fake_group(rank: int, num_ranks: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
+    _leave_groups()
+    os.environ |= rank_environment(rank, num_ranks, port=1) | {"LOCAL_RANK": "0"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False)
@@ -271,8 +263,12 @@ def fork_ranks(num_ranks: int, run: Callable[[int], None], timeout_s: float = 60
     assert not failed, f"ranks that failed or hang: {failed}"
 
 
-def start_forked(num_ranks: int, run: Callable[[int], None]) -> dict[int, int]:
-    """Start ``run(rank)`` in forked processes that share a gloo group; returns ``{pid: rank}``."""
+def start_forked(num_ranks: int, run: Callable[[int], None], join: bool = True) -> dict[int, int]:
+    """Start ``run(rank)`` in forked processes; returns ``{pid: rank}``.
+
+    Args:
+        join: whether they share a gloo group already; if not, they find what a launcher would tell them.
+    """
     port = free_port()
     children = {}
     for rank in range(num_ranks):
@@ -280,9 +276,14 @@ def start_forked(num_ranks: int, run: Callable[[int], None]) -> dict[int, int]:
         if pid == 0:
             code = 1
             try:
-                _join_group(rank, num_ranks, port)
+                _leave_groups()
+                os.environ |= rank_environment(rank, num_ranks, port)
+                if join:
+                    dist.init_process_group("gloo")
                 run(rank)
                 code = 0
+            except SystemExit as end:
+                code = end.code
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -310,11 +311,9 @@ def wait_for(children: dict[int, int], timeout_s: float) -> dict[int, int]:
     return {rank: code for rank, code in codes.items() if code != 0}
 
 
-def _join_group(rank: int, num_ranks: int, port: int) -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    os.environ |= {
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": str(rank),
@@ -322,4 +321,9 @@ def _join_group(rank: int, num_ranks: int, port: int) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    dist.init_process_group("gloo")
+
+
+def _leave_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None

@@ -169,7 +169,7 @@ class _AudioCopy:
             self._next = None
             if packet is None:
                 return
-            if packet.pts * packet.time_base >= seconds:
+            if (packet.pts or 0) * packet.time_base >= seconds:
                 self._next = packet
                 return
             packet.stream = self._target

@@ -20,12 +20,11 @@ FULL_SWEEP = os.environ.get("DS_STREAM_FULL_SWEEP") == "1"
 LONGEST = 8
 
 
-def config_of(lead: int, context_pass: bool, max_rows: int = 1, **sections: dict) -> Config:
+def config_of(lead: int, context_pass: bool, max_rows: int = 1, exact_rows: bool = True) -> Config:
     return tiny_config(
         noise={"steps": [700, 400], "context_pass": context_pass},
         context={"lead": lead, "num_window_latent_frames": 2, "num_sink_latent_frames": 1},
-        batch={"max_rows": max_rows},
-        **sections,
+        batch={"max_rows": max_rows, "exact_rows": exact_rows},
     )
 
 
@@ -77,6 +76,32 @@ def test_chunk_sizes_starts_and_sink_positions(
     stream = Stream(9, random_clip(num_frames) if from_video else None, num_frames)
     (frames,) = MockRing(config, num_stages, from_video).run([stream])
     assert np.array_equal(frames, reference_frames(config, stream))
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 6])
+def test_more_steps_than_stages_and_fewer(num_steps: int):
+    config = tiny_config(noise={"steps": [900, 800, 700, 500, 300, 100][-num_steps:]}, batch={"max_rows": 2})
+    stream = Stream(5, clip_of(5))
+    (frames,) = MockRing(config, 4).run([stream])
+    assert np.array_equal(frames, reference_frames(config, stream))
+
+
+def test_stages_exchange_bf16_and_fp32_in_one_message():
+    config = tiny_config(device={"dtype": "bfloat16"}, batch={"max_rows": 3})
+    stream = Stream(5, clip_of(5))
+    (frames,) = MockRing(config, 3).run([stream])
+    assert np.array_equal(frames, reference_frames(config, stream))
+    (exact,) = MockRing(tiny_config(batch={"max_rows": 3}), 3).run([stream])
+    assert not np.array_equal(frames, exact)
+
+
+def test_batched_rows_agree_within_rounding():
+    """What a GPU does by default: all rows of a launch in one forward."""
+    batched = config_of(0, True, 3, exact_rows=False)
+    stream = Stream(5, clip_of(LONGEST))
+    (frames,) = MockRing(batched, 2).run([stream])
+    difference = np.abs(frames.astype(int) - oracle(0, True))
+    assert difference.mean() < 0.1
 
 
 @pytest.mark.parametrize("caps", [[1, 3], [3, 1], [2, 3, 1]])

@@ -91,7 +91,7 @@ def run_chunks(
     return torch.cat(flows, dim=1)
 
 
-@pytest.mark.parametrize("size", [(32, 32), (48, 80)])
+@pytest.mark.parametrize("size", [(32, 32), (48, 80), (128, 256)])
 @torch.no_grad()
 def test_one_chunk_of_all_frames_equals_diffusers(size: tuple[int, int]):
     config = tiny_config(
