@@ -281,6 +281,9 @@ class Watchdog:
         beat = self._beats.get(verdict.guilty)
         if verdict.kill and verdict.guilty != self._rank and beat and beat.host == socket.gethostname():
             # The launcher's SIGTERM would wait for a stopped process.
+            if verdict.guilty == _STORE_HOST:
+                # The others read this verdict from its store.
+                time.sleep(2 * _BEAT_EVERY_S)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, signal.SIGKILL)
         if self._on_fatal is not None:

@@ -2,8 +2,8 @@
 
     python tests/gpu/ranks_on_one_gpu.py RESULT.json
 
-Not collected by pytest: it needs a GPU. For each type and batching it streams the same synthetic clip on 1, 2 and 4
-ranks and compares the decoded outputs; then it kills one rank of four.
+Not collected by pytest: it needs a GPU. It kills one rank of four; then, for each type and batching, it streams
+the same synthetic clip on 1 and 4 ranks (and 2) and compares the decoded outputs.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -49,16 +50,15 @@ def stream(num_ranks: int, folder: Path, *settings: str) -> tuple[np.ndarray, di
     return read(output), json.loads((report / "report.json").read_text())
 
 
-def compare(folder: Path) -> list[dict]:
-    rows = []
+def compare(folder: Path, done: Callable[[dict], None]) -> None:
     for dtype in ("float32", "bfloat16"):
         for exact_rows in ("true", "false"):
             settings = [f"stream.device.dtype={dtype}", f"stream.batch.exact_rows={exact_rows}"]
             alone, report = stream(1, folder, *settings)
-            for num_ranks in (2, 4):
+            for num_ranks in (2, 4) if dtype == "bfloat16" else (4,):
                 shared, shared_report = stream(num_ranks, folder, *settings)
                 difference = np.abs(shared.astype(int) - alone).astype(float)
-                rows.append(
+                done(
                     {
                         "dtype": dtype,
                         "exact_rows": exact_rows == "true",
@@ -72,8 +72,6 @@ def compare(folder: Path) -> list[dict]:
                         "frames_per_second_alone": report["stream"]["frames_per_second"],
                     }
                 )
-                print(rows[-1], flush=True)
-    return rows
 
 
 def kill_one_of_four(folder: Path) -> dict:
@@ -123,8 +121,14 @@ def main(result: Path) -> None:
         writer.finish()
         figures["kill_rank_2_of_4"] = kill_one_of_four(folder)
         print(figures["kill_rank_2_of_4"], flush=True)
-        figures["ranks_on_one_gpu"] = compare(folder)
-    result.write_text(json.dumps(figures, indent=2) + "\n")
+        figures["ranks_on_one_gpu"] = []
+
+        def note(row: dict) -> None:
+            print(row, flush=True)
+            figures["ranks_on_one_gpu"].append(row)
+            result.write_text(json.dumps(figures, indent=2) + "\n")
+
+        compare(folder, note)
 
 
 if __name__ == "__main__":
