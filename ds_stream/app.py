@@ -5,7 +5,9 @@ import contextlib
 import json
 import os
 import secrets
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 DEFAULT_OUTPUT = Path("ds_stream_output.mp4")
 _DEMO_CLIP = "ds_stream_demo_input.mp4"
+_ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+_SAVING_S = 3.0
 
 
 def build_parser(default_config: Path) -> argparse.ArgumentParser:
@@ -31,7 +35,7 @@ def build_parser(default_config: Path) -> argparse.ArgumentParser:
         epilog=(
             "deepspeed --num_gpus 4 launch/stream.py --input clip.mp4 --prompt 'charcoal drawing' --output out.mp4\n"
             "Exit codes: 0 done, 1 the run failed (what was done so far is kept as NAME.partial.EXT), "
-            "2 a mistake in the command or its files."
+            "2 a mistake in the command or its files, 130 interrupted."
         ),
     )
     parser.add_argument("--config", type=Path, default=default_config, help="JSON file (default: %(default)s)")
@@ -100,10 +104,13 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
 def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     reader: FrameReader | None = None
     writer: FrameWriter | None = None
+    # Before any thread exists: threads inherit it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     if info.rank == 0:
         # One rank draws the seed; the others learn it when the session opens.
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
         reader, writer = _open_media(options, config)
+    threading.Thread(target=_end_on_signal, args=(writer,), name="signals", daemon=True).start()
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
     if config.stream.device.kind == "cpu" or not _has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -121,6 +128,20 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         print(f"ds_stream: {result.input_error}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _end_on_signal(writer: FrameWriter | None) -> None:
+    """Let Ctrl-C and the launcher's SIGTERM end this rank at once, even while it waits in foreign code."""
+    received = signal.sigwait(_ENDING_SIGNALS)
+    if writer is not None:
+        saving = threading.Thread(target=writer.abort, daemon=True)
+        saving.start()
+        saving.join(_SAVING_S)
+        if received == signal.SIGINT:
+            print(
+                "\nds_stream: interrupted; what was done so far is kept as a partial file", file=sys.stderr, flush=True
+            )
+    os._exit(128 + received)
 
 
 def _open_media(options: argparse.Namespace, config: Config) -> tuple[FrameReader | None, FrameWriter]:
@@ -164,7 +185,8 @@ def _say_what_was_done(options: argparse.Namespace, config: Config, result: "Run
 
 def _figures(result: "RunResult") -> str:
     stream = result.stream
-    parts = [f"{stream['frames']} frames on {len(result.stages)} stages, seed {stream['seed']}"]
+    stages = "1 stage" if len(result.stages) == 1 else f"{len(result.stages)} stages"
+    parts = [f"{stream['frames']} frames on {stages}, seed {stream['seed']}"]
     if stream["frames_per_second"] is not None:
         parts.append(f"{stream['frames_per_second']:.2f} frames/s with the filling of the ring")
         parts.append(f"first frame after {stream['ttff_ms']:.0f} ms")

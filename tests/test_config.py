@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_stream.config import load_config, parse_config, resolve_partition
+from ds_stream.config import load_config, parse_config
+from ds_stream.partition import resolve_partition
 from rings import tiny_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "ds_configs").glob("*.json"))

@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "ds_stream"
-ORDER = ["core", "config", "model", "schedule", "engine", "controller", "media", "reference", "run", "app"]
+ORDER = [
+    "core",
+    "partition",
+    "config",
+    "model",
+    "schedule",
+    "engine",
+    "controller",
+    "media",
+    "reference",
+    "run",
+    "app",
+]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
 

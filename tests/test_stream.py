@@ -98,7 +98,7 @@ def test_real_ranks_write_what_the_oracle_says(tmp_path: Path, num_ranks: int):
     layers = [whole.encode, *whole.ring, whole.decode]
     num_parameters = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     assert sum(stage["parameters"] for stage in report["stages"]) == num_parameters
-    assert f"15 frames on {num_ranks} stages, seed 3" in command.said
+    assert f"15 frames on {num_ranks} stage" in command.said
     assert "the weights are random" in command.said
 
 
@@ -259,6 +259,37 @@ def test_a_guilty_rank_ends_all_and_what_was_done_plays(tmp_path: Path, misdeed:
     assert not command.output.exists()
     if misdeed != "raise":
         assert len(read_clip(command.partial)) > 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_a_playable_part(tmp_path: Path, number: signal.Signals):
+    command = Command(tmp_path, 2, "--text-only", "--num-frames", "4000", before=slow_decode)
+    while not command.partial.exists() or command.partial.stat().st_size < 30_000:
+        assert time.monotonic() - command.started < 60, command.said
+        time.sleep(0.05)
+    for pid in command.children:
+        os.kill(pid, number)
+    assert command.wait(timeout_s=10) == {0: 128 + number, 1: 128 + number}
+    assert "Traceback" not in command.said
+    assert not command.output.exists()
+    assert len(read_clip(command.partial)) > 4
+
+
+def test_a_start_needs_no_compiler(tmp_path: Path):
+    """DeepSpeed would build a CPU all-reduce that the ring never uses: 50 s, and fatal without a compiler."""
+
+    def forbid(_rank: int) -> None:
+        from torch.utils import cpp_extension
+
+        def build(*_arguments: object, **_options: object) -> None:
+            raise AssertionError("something is being compiled")
+
+        cpp_extension.load = cpp_extension.load_inline = build
+        os.environ["PATH"] = ""
+
+    command = Command(tmp_path, 2, "--text-only", "--num-frames", "1", before=forbid)
+    assert command.wait() == {}, command.said
+    assert len(read_clip(command.output)) == 1
 
 
 def test_memory_of_the_first_rank_is_flat_and_positions_have_no_limit(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Writes video files through PyAV, so that whatever was written plays even if the process is killed."""
 
 import contextlib
+import threading
 import warnings
 from collections.abc import Iterator
 from fractions import Fraction
@@ -61,6 +62,8 @@ class VideoWriter:
         self.partial_path = path.with_name(f"{path.stem}.partial{path.suffix}")
         self._frame_rate = frame_rate
         self._is_open = True
+        # A failing run aborts from another thread than the one that writes.
+        self._lock = threading.Lock()
         try:
             self._container = av.open(str(self.partial_path), "w", options=_CONTAINER_OPTIONS[extension])
         except OSError as error:
@@ -73,20 +76,12 @@ class VideoWriter:
         """Append frames ``[frames, height, width, 3]``.
 
         Raises:
-            StreamError: they cannot be written.
+            StreamError: they cannot be written, or the file was closed.
         """
-        try:
-            for picture in frames:
-                frame = VideoFrame.from_ndarray(picture, format="rgb24").reformat(
-                    format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
-                )
-                frame.pts = self.num_frames
-                frame.time_base = 1 / self._frame_rate
-                self._container.mux(self._video.encode(frame))
-                self.num_frames += 1
-            self._copy_audio()
-        except (OSError, ValueError) as error:
-            raise StreamError(f"{self.partial_path} cannot be written: {error}") from error
+        with self._lock:
+            if not self._is_open:
+                raise StreamError(f"{self.partial_path} is closed; no frame can follow")
+            self._encode(frames)
 
     def finish(self) -> None:
         """Complete the file and give it its name.
@@ -94,21 +89,24 @@ class VideoWriter:
         Raises:
             StreamError: its end cannot be written.
         """
-        if not self._is_open:
-            return
-        try:
-            self._close()
-        except (OSError, ValueError) as error:
-            raise StreamError(f"{self.partial_path} cannot be completed: {error}") from error
-        self.partial_path.replace(self.path)
+        with self._lock:
+            if not self._is_open:
+                return
+            try:
+                self._close()
+            except (OSError, ValueError) as error:
+                raise StreamError(f"{self.partial_path} cannot be completed: {error}") from error
+            self.partial_path.replace(self.path)
 
     def abort(self) -> None:
         """Close what was written under its partial name, as well as may be; without a frame, leave nothing."""
-        if self._is_open:
+        with self._lock:
+            if not self._is_open:
+                return
             with contextlib.suppress(Exception):
                 self._close()
-        if self.num_frames == 0:
-            self.partial_path.unlink(missing_ok=True)
+            if self.num_frames == 0:
+                self.partial_path.unlink(missing_ok=True)
 
     def _add_video(self, frame_rate: Fraction, width: int, height: int) -> VideoStream:
         stream = self._container.add_stream("libx264", rate=frame_rate, options={"crf": "18", "preset": "veryfast"})
@@ -121,6 +119,20 @@ class VideoWriter:
         context.colorspace = context.color_primaries = context.color_trc = _BT709
         context.color_range = ColorRange.MPEG
         return stream
+
+    def _encode(self, frames: Frames) -> None:
+        try:
+            for picture in frames:
+                frame = VideoFrame.from_ndarray(picture, format="rgb24").reformat(
+                    format="yuv420p", dst_colorspace=Colorspace.ITU709, dst_color_range=ColorRange.MPEG
+                )
+                frame.pts = self.num_frames
+                frame.time_base = 1 / self._frame_rate
+                self._container.mux(self._video.encode(frame))
+                self.num_frames += 1
+            self._copy_audio()
+        except (OSError, ValueError) as error:
+            raise StreamError(f"{self.partial_path} cannot be written: {error}") from error
 
     def _copy_audio(self) -> None:
         if self._audio is not None:

@@ -10,7 +10,8 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 from ds_stream.model.window import ContextWindow
 from ds_stream.schedule import instructions as ins
 from ds_stream.schedule.planner import RingPlanner, backlogged_chunks_per_tick
-from ds_stream.schedule.simulator import Scenario, ScheduleFault, simulate
+from ds_stream.schedule.simulated_stage import ScheduleFault
+from ds_stream.schedule.simulator import Scenario, simulate
 
 # (latent frames a chunk, window, sinks)
 CONTEXTS = [(1, 1, 0), (1, 2, 1), (3, 4, 2), (1, 4, 3)]
