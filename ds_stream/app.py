@@ -122,6 +122,10 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         return 0
     if reader is not None:
         reader.close()
+    if result.stream["frames"] == 0:
+        writer.abort()
+        why = result.input_error or f"input {options.input} has no frame that can be decoded"
+        raise StreamError(f"{why}; there is no output")
     writer.finish()
     _say_what_was_done(options, config, result)
     if result.input_error is not None:

@@ -206,6 +206,20 @@ def test_a_broken_input_is_processed_as_far_as_it_goes(tmp_path: Path):
     assert "Traceback" not in command.said
 
 
+def test_an_input_without_frames_is_an_error(tmp_path: Path):
+    whole = write_clip(tmp_path / "whole.mp4", random_clip(4))
+    head = tmp_path / "head.mp4"
+    data = whole.read_bytes()
+    # The header says that there is video; the first fragment is not there.
+    head.write_bytes(data[: data.index(b"moof") - 4])
+    command = Command(tmp_path, 2, "--input", str(head))
+    assert command.wait() == {0: 1}
+    assert command.said.count("there is no output") == 1, command.said
+    assert "Traceback" not in command.said
+    assert not command.output.exists()
+    assert not command.partial.exists()
+
+
 def slow_decode(_rank: int) -> None:
     """Makes runs long enough to be disturbed, and the frames come out one chunk after the other."""
     decode = DecodeLayer.forward

@@ -89,6 +89,8 @@ class Watchdog:
         self._on_fatal = on_fatal
         self._phase = ("starting", False, time.monotonic(), start_timeout_s)
         self._count = 0
+        self._done = False
+        self._verdict: Verdict | None = None
         self._closed = threading.Event()
         self._ending = threading.Lock()
         self._beats: dict[int, Beat] = {}
@@ -134,7 +136,9 @@ class Watchdog:
         self._closed.set()
         if self._store is None:
             return
-        self._publish(done=True)
+        self._done = True
+        # A store that is gone has no reader left either.
+        _bounded(self._publish, 1.0)
         if self._rank == _STORE_HOST:
             self._wait_for_others(self._timeout_s)
 
@@ -212,8 +216,9 @@ class Watchdog:
 
     # The store.
 
-    def _publish(self, done: bool = False, verdict: Verdict | None = None) -> None:
+    def _publish(self) -> None:
         assert self._store is not None
+        verdict = self._verdict
         phase, waiting, since, limit_s = self._phase
         self._count += 1
         beat = Beat(
@@ -224,7 +229,7 @@ class Watchdog:
             waiting,
             time.monotonic() - since,
             limit_s,
-            done,
+            self._done,
             verdict.guilty if verdict else None,
             verdict.reason if verdict else "",
         )
@@ -273,8 +278,9 @@ class Watchdog:
             time.sleep(_LOOK_FOR_CULPRIT_S + _LINGER_S + _ON_FATAL_S)
             os._exit(EXIT_FAILED)
         self._closed.set()
+        self._verdict = verdict
         if self._store is not None:
-            _bounded(lambda: self._publish(verdict=verdict), 1.0)
+            _bounded(self._publish, 1.0)
         if self._is_reporter(verdict):
             stage = f"rank {verdict.guilty} (stage {verdict.guilty})"
             print(f"ds_stream: {stage} {verdict.reason}; all ranks end", file=sys.stderr, flush=True)

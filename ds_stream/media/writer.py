@@ -1,6 +1,7 @@
 """Writes video files through PyAV, so that whatever was written plays even if the process is killed."""
 
 import contextlib
+import os
 import threading
 import warnings
 from collections.abc import Iterator
@@ -56,6 +57,8 @@ class VideoWriter:
             raise ValueError(f"output {path} is a folder; give a file name")
         if not path.parent.is_dir():
             raise ValueError(f"output folder {path.parent} does not exist; make it first")
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"output folder {path.parent} may not be written; change its permissions")
         self.num_frames = 0
         """Frames written."""
         self.path = path

@@ -83,7 +83,9 @@ def test_all_ranks_end_and_the_guilty_one_is_named(
     codes = wait_for(children, timeout_s=30)
     # Two seconds of grace for the start and the two good turns.
     assert time.monotonic() - started < TIMEOUT_S + 5 + 2
-    assert codes[guilty] == (1 if misdeed is raise_error else -signal.SIGKILL)
+    # A hung rank may read the verdict itself before it is killed.
+    expected = {raise_error: {1}, hang: {1, -signal.SIGKILL}}.get(misdeed, {-signal.SIGKILL})
+    assert codes[guilty] in expected
     assert all(codes[rank] == 1 for rank in range(NUM_RANKS) if rank != guilty)
     lines = [line for line in stderr.read_text().splitlines() if line.startswith("ds_stream:")]
     assert len(lines) == 1, lines
