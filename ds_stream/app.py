@@ -8,18 +8,17 @@ import secrets
 import signal
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_stream import __version__
 from ds_stream.config import Config, load_config
-from ds_stream.core import FrameReader, FrameWriter, RankInfo, StreamError
+from ds_stream.core import EXIT_FAILED, EXIT_USAGE, FrameReader, FrameWriter, RankInfo, StreamError
 
 if TYPE_CHECKING:
     from ds_stream.run import RunResult
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
 DEFAULT_OUTPUT = Path("ds_stream_output.mp4")
 _DEMO_CLIP = "ds_stream_demo_input.mp4"
 _ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -89,6 +88,24 @@ def _configure(options: argparse.Namespace, info: RankInfo) -> Config:
     return load_config(options.config, tuple(overrides))
 
 
+def _warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
+    noise, max_rows = config.stream.noise, config.stream.batch.max_rows
+    if max_rows > noise.num_passes:
+        _warn(
+            f"stream.batch.max_rows is {max_rows}, but one stream has {noise.num_passes} passes a chunk and never "
+            "more rows than that"
+        )
+    if options.text_only and noise.steps[0] != 1000:
+        _warn(
+            f"stream.noise.steps begins with {noise.steps[0]}, but without a video a chunk starts from pure noise, "
+            "which is 1000"
+        )
+
+
+def _warn(message: object, *_category_and_place: object) -> None:
+    print(f"ds_stream: warning: {message}", file=sys.stderr, flush=True)
+
+
 def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) -> None:
     resolved = config.resolve(num_stages)
     if options.print_config:
@@ -108,6 +125,9 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     if info.rank == 0:
         # One rank draws the seed; the others learn it when the session opens.
+        # Warnings of the parts look like those of the command.
+        warnings.showwarning = _warn
+        _warn_of_idle_settings(options, config)
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
         reader, writer = _open_media(options, config)
     threading.Thread(target=_end_on_signal, args=(writer,), name="signals", daemon=True).start()

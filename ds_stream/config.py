@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ds_stream.core import PIXELS_PER_TOKEN
+from ds_stream.core import MAX_ROWS, PIXELS_PER_TOKEN
 from ds_stream.partition import check_partition, resolve_partition
 
 DEEPSPEED_KEYS = (
@@ -115,7 +115,8 @@ class VideoConfig(_Section):
 
 class NoiseConfig(_Section):
     steps: _Ints = Field(min_length=1)
-    """Timesteps of the denoising steps, falling, from 1000 (pure noise) down to 1."""
+    """Timesteps of the denoising steps, falling, from 1000 (pure noise) down to 1. Video to video replaces the first
+    one, see ``first_timestep_offset``."""
     shift: float = Field(default=8.0, gt=0)
     """Flow-matching shift: sigma = shift s / (1 + (shift - 1) s)."""
     warp: bool = False
@@ -157,7 +158,7 @@ class ContextConfig(_Section):
 
 
 class BatchConfig(_Section):
-    max_rows: int = Field(default=1, ge=1, le=64)
+    max_rows: int = Field(default=1, ge=1, le=MAX_ROWS)
     """``B``: most rows that one forward runs together. 1 is the latency end, a chunk's passes the throughput end."""
     exact_rows: bool | Literal["auto"] = "auto"
     """Run a batch's rows one after the other, so that no kernel's result depends on the batch. ``auto``: on CPU."""

@@ -5,7 +5,6 @@ Nothing here imports torch or DeepSpeed, and nothing here imports another file o
 
 import enum
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -24,6 +23,15 @@ PATCH_SIZE = (1, 2, 2)
 
 PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH_SIZE[1]
 """Width and height of a video must be multiples of this many pixels."""
+
+MAX_ROWS = 64
+"""Most rows that any launch can have."""
+
+EXIT_FAILED = 1
+"""Exit code of a run that failed."""
+
+EXIT_USAGE = 2
+"""Exit code of a mistake in the command or its files."""
 
 Frames = NDArray[np.uint8]
 """Pixel frames as ``[frames, height, width, 3]``, RGB, 0 to 255."""
@@ -77,9 +85,6 @@ class Plan:
     def stops(self) -> bool:
         """Whether this is the last plan of the run."""
         return any(event.kind is EventKind.STOP for event in self.events)
-
-
-PlanSource = Callable[[], Iterator[Plan]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,8 +103,11 @@ def test_real_ranks_write_what_the_oracle_says(tmp_path: Path, num_ranks: int):
 
 
 def test_a_prompt_alone_makes_a_video(tmp_path: Path):
-    command = Command(tmp_path, 2, "--text-only", "--num-frames", "10", "--prompt", "boats", "--seed", "1")
+    arguments = ("--text-only", "--num-frames", "10", "--prompt", "boats", "--seed", "1")
+    command = Command(tmp_path, 2, *arguments, "--set", "stream.batch.max_rows=9")
     assert command.wait() == {}, command.said
+    assert "ds_stream: warning: stream.noise.steps begins with 700" in command.said
+    assert "ds_stream: warning: stream.batch.max_rows is 9, but one stream has 3 passes" in command.said
     frames = read_clip(command.output)
     expected = reference_frames(tiny_config(), Stream(1, None, num_frames=10, prompt="boats"))
     assert frames.shape == expected.shape

@@ -117,11 +117,6 @@ class StreamController:
         """Change a session's prompt, from any thread. Chunks in flight keep theirs, later ones get the new one."""
         self._inbox.put(PromptChanged(session, prompt_embedding))
 
-    def stop(self) -> None:
-        """Read no further chunk, from any thread; what has been read goes through."""
-        for state in list(self._sessions.values()):
-            state.reader.stop()
-
     def plans(self) -> Iterator[Plan]:
         """Plans until every session has ended and its frames are written.
 

@@ -88,7 +88,6 @@ class ChunkReader:
         self._num_frames = num_frames
         self._inbox = inbox
         self._room = threading.Semaphore(max_queued_chunks)
-        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"reader of session {session}", daemon=True)
 
     def start(self) -> None:
@@ -96,11 +95,6 @@ class ChunkReader:
 
     def admitted(self) -> None:
         """A chunk has left the queue: there is room for another."""
-        self._room.release()
-
-    def stop(self) -> None:
-        """Read no further chunk."""
-        self._stopped.set()
         self._room.release()
 
     def _run(self) -> None:
@@ -112,7 +106,7 @@ class ChunkReader:
                 wanted = self._geometry.num_frames(chunk)
                 if self._num_frames is not None:
                     wanted = min(wanted, self._num_frames - self._geometry.first_frame(chunk))
-                if wanted <= 0 or self._stopped.is_set():
+                if wanted <= 0:
                     break
                 frames = self._reader.read(wanted) if self._reader is not None else None
                 num_frames = wanted if frames is None else len(frames)

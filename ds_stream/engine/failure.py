@@ -20,7 +20,7 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from ds_stream.core import RankInfo
+from ds_stream.core import EXIT_FAILED, RankInfo
 
 _BEAT_EVERY_S = 0.5
 _JUDGE_EVERY_S = 0.2
@@ -28,7 +28,6 @@ _LOOK_FOR_CULPRIT_S = 2.0
 _LINGER_S = 2.0
 _ON_FATAL_S = 3.0
 _STORE_HOST = 0
-EXIT_FAILED = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,8 @@
 import torch
 from torch import Tensor
 
-from ds_stream.core import Event, EventKind, Plan, Row
+from ds_stream.core import MAX_ROWS, Event, EventKind, Plan, Row
 
-MAX_ROWS = 64
-"""Most rows of a plan."""
 MAX_EVENTS = 32
 """Most events of a plan; more wait for the next one."""
 

@@ -41,8 +41,6 @@ class SimulationResult:
     num_ticks: int
     finished: list[tuple[int, int]] = field(default_factory=list)
     """Finished ``(session, chunk)`` in order."""
-    finish_ticks: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Tick after which each chunk was finished."""
     max_rows_seen: int = 0
     max_buffers_in_flight: int = 0
 
@@ -110,7 +108,6 @@ class _Simulation:
         if latency != self.scenario.window.num_passes * self.scenario.num_stages:
             raise ScheduleFault(f"chunk {chunk} of session {session} took {latency} ticks")
         self.result.finished.append((session, chunk))
-        self.result.finish_ticks[session, chunk] = tick
         self.controller.planner.delivered(session, chunk)
 
 
