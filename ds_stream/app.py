@@ -102,7 +102,7 @@ def _warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
         )
 
 
-def _warn(message: object, *_category_and_place: object) -> None:
+def _warn(message: object) -> None:
     print(f"ds_stream: warning: {message}", file=sys.stderr, flush=True)
 
 
@@ -126,7 +126,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     if info.rank == 0:
         # One rank draws the seed; the others learn it when the session opens.
         # Warnings of the parts look like those of the command.
-        warnings.showwarning = _warn
+        warnings.showwarning = lambda message, *_, **__: _warn(message)
         _warn_of_idle_settings(options, config)
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
         reader, writer = _open_media(options, config)
