@@ -129,14 +129,14 @@ def test_an_unset_seed_is_drawn_told_and_gives_the_same_file_again(tmp_path: Pat
     ("arguments", "says"),
     [
         (("--input", "missing.mp4"), "input missing.mp4 does not exist"),
-        (("--output", "out.xyz"), "unknown extension"),
+        (("--text-only", "--num-frames", "1", "--output", "out.xyz"), "unknown extension"),
         (("--set", "stream.batch.max_row=2"), "did you mean max_rows"),
         (("--config", "missing.json"), "cannot read config missing.json"),
         (("--set", "stream.stages.partition=[0,3,4,5,7]"), "has 4 stages but 2 ranks were started"),
         (("--text-only",), "say how long with --num-frames"),
         (("--num-frames", "0"), "give at least 1"),
-        (("--set", "stream.device.kind=cuda"), "no GPU is visible"),
-        (("--set", "stream.device.transport=nccl"), "ranks run on the CPU"),
+        (("--text-only", "--num-frames", "1", "--set", "stream.device.kind=cuda"), "no GPU is visible"),
+        (("--text-only", "--num-frames", "1", "--set", "stream.device.transport=nccl"), "ranks run on the CPU"),
         (("--no-such-option",), "unrecognized arguments"),
     ],
 )

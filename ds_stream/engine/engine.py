@@ -67,7 +67,7 @@ class StreamEngine(PipelineEngine):
         links: to the neighbouring stages.
         from_video: whether chunks start from video.
         source: the controller; first stage only.
-        on_frames: takes the decoded pixels of a finished chunk, uint8 ``[T, H, W, 3]`` on the CPU; last stage only.
+        on_frames: takes the decoded pixels of a finished chunk, uint8 ``[T, H, W, 3]`` on this device; last stage only.
         enter_phase: told what the stage does next, and whether that is waiting for another rank.
     """
 
@@ -97,7 +97,6 @@ class StreamEngine(PipelineEngine):
         self.enter_phase = enter_phase
         self.layers = module.layers
         self.rows = RowContextFactory(config, from_video, [block.index for block in self.layers.blocks], self.device)
-        self.from_video = from_video
         self.num_forwards = 0
         self.num_rows_run = 0
         self.forward_ms = 0.0
