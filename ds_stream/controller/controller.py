@@ -196,9 +196,10 @@ class StreamController:
 
     def _next_plan(self) -> Plan:
         tick = self.planner.tick
-        admitting = {session: state for session, state in self._sessions.items() if not state.is_closing}
         # Taken before the rows: an event that a launched row causes belongs to the next plan.
         events = tuple(self._events.popleft() for _ in range(min(MAX_EVENTS, len(self._events))))
+        # An event that does not fit any more may be one that a new chunk needs.
+        admitting = {} if self._events else {s: state for s, state in self._sessions.items() if not state.is_closing}
         rows = self.planner.next_rows(
             {session: state.num_arrived for session, state in admitting.items()},
             {session: state.prompt for session, state in admitting.items()},

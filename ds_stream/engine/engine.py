@@ -67,7 +67,7 @@ class StreamEngine(PipelineEngine):
         links: to the neighbouring stages.
         from_video: whether chunks start from video.
         source: the controller; first stage only.
-        on_frames: takes the decoded pixels of a finished chunk, uint8 ``[T, H, W, 3]`` on this device; last stage only.
+        on_frames: takes the decoded pixels of a finished chunk, uint8 ``[T, H, W, 3]``; last stage only.
         enter_phase: told what the stage does next, and whether that is waiting for another rank.
     """
 

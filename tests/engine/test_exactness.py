@@ -13,11 +13,12 @@ import torch
 
 from ds_stream.config import Config
 from ds_stream.core import Plan
+from ds_stream.engine.plans import MAX_EVENTS
 from rings import MockRing, Stream, geometry, make_controller, random_clip, reference_frames, tiny_config
 
 # Every ring with every length, instead of every ring with two lengths: minutes instead of seconds.
 FULL_SWEEP = os.environ.get("DS_STREAM_FULL_SWEEP") == "1"
-LONGEST = 8
+LONGEST = 6
 
 
 def config_of(lead: int, context_pass: bool, max_rows: int = 1, exact_rows: bool = True) -> Config:
@@ -144,6 +145,14 @@ def test_interleaved_sessions_equal_separate_runs(num_stages: int):
     together = MockRing(config, num_stages).run(streams)
     for frames, stream in zip(together, streams, strict=True):
         assert np.array_equal(frames, reference_frames(config, stream))
+
+
+def test_more_sessions_than_events_fit_into_a_plan():
+    config = config_of(0, False, 4)
+    streams = [Stream(seed, clip_of(1, seed=seed)) for seed in range(MAX_EVENTS)]
+    together = MockRing(config, 2).run(streams)
+    for index in (0, MAX_EVENTS - 1):
+        assert np.array_equal(together[index], reference_frames(config, streams[index]))
 
 
 def test_a_new_session_in_a_used_ring_equals_a_fresh_one():

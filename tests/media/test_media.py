@@ -3,6 +3,7 @@
 import itertools
 import os
 import signal
+import struct
 import time
 import wave
 from fractions import Fraction
@@ -100,6 +101,31 @@ def test_odd_sizes_are_read(tmp_path: Path, size: tuple[int, int]):
     found = read_all(VideoReader(path, WIDTH, HEIGHT))
     assert found.shape == (4, HEIGHT, WIDTH, 3)
     assert np.abs(found[0, 5, 20].astype(int) - (200, 40, 40)).max() < 12
+
+
+def test_a_phone_held_upright_gives_upright_pictures(tmp_path: Path):
+    """The display matrix says: turn by 90 degrees clockwise, so what is stored top left is shown top right."""
+    path = write(tmp_path / "phone.mp4", coloured(3, 64, 96))
+    data = bytearray(path.read_bytes())
+    matrix = data.index(b"tkhd") + 4 + 40
+    data[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 96 << 16, 0, 1 << 30)
+    path.write_bytes(data)
+    found = read_all(VideoReader(path, 96, 64))
+    assert np.abs(found[0] - np.rot90(coloured(1, 64, 96)[0], -1).astype(int)).mean() < 5
+
+
+def test_pixels_that_are_not_square_are_shown_in_shape(tmp_path: Path):
+    path = tmp_path / "wide.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 48, 64, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(2)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(coloured(1, 48, 64)[0], format="rgb24")))
+        container.mux(stream.encode(None))
+    # 48 x 64 pixels twice as wide as high fill 96 x 64 without bars.
+    found = read_all(VideoReader(path, 96, 64, "pad"))[0]
+    assert (found[40:].min(axis=(1, 2)) > 30).all()
+    assert np.abs(found[60, 5].astype(int) - (40, 40, 200)).max() < 12
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path):
