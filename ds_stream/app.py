@@ -8,6 +8,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ DEFAULT_OUTPUT = Path("ds_stream_output.mp4")
 _DEMO_CLIP = "ds_stream_demo_input.mp4"
 _ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _SAVING_S = 3.0
+_WATCHDOG_SPEAKS_S = 1.0
+_OTHERS_HEAR_S = 0.3
 
 
 def build_parser(default_config: Path) -> argparse.ArgumentParser:
@@ -83,6 +86,10 @@ def _configure(options: argparse.Namespace, info: RankInfo) -> Config:
         raise ValueError("--text-only has no video to end it: say how long with --num-frames")
     if options.text_only and options.input is not None:
         raise ValueError(f"--text-only and --input {options.input} exclude each other: leave one out")
+    if options.num_stages is not None and options.num_stages < 1:
+        raise ValueError(f"--num-stages {options.num_stages}: give at least 1")
+    if options.report is not None and options.report.exists() and not options.report.is_dir():
+        raise ValueError(f"--report {options.report} is a file; give a folder")
     if options.num_stages is not None and not (options.print_config or options.print_schedule):
         raise ValueError("--num-stages goes with --print-config or --print-schedule; ranks come from the launcher")
     return load_config(options.config, tuple(overrides))
@@ -95,6 +102,13 @@ def _warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
             f"stream.batch.max_rows is {max_rows}, but one stream has {noise.num_passes} passes a chunk and never "
             "more rows than that"
         )
+    if not options.text_only and len(noise.steps) > 1:
+        first = int(1000 * noise.strength) + noise.first_timestep_offset
+        if first <= noise.steps[1]:
+            _warn(
+                f"stream.noise.strength {noise.strength:g} starts at timestep {first}, below the second step "
+                f"{noise.steps[1]}, which adds noise back; lower the later steps too"
+            )
     if options.text_only and noise.steps[0] != 1000:
         _warn(
             f"stream.noise.steps begins with {noise.steps[0]}, but without a video a chunk starts from pure noise, "
@@ -121,7 +135,7 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
 def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     reader: FrameReader | None = None
     writer: FrameWriter | None = None
-    # Before any thread exists: threads inherit it.
+    # The launch script has done so before its imports, for threads that those start.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     if info.rank == 0:
         # One rank draws the seed; the others learn it when the session opens.
@@ -130,14 +144,15 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         _warn_of_idle_settings(options, config)
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
         reader, writer = _open_media(options, config)
-    threading.Thread(target=_end_on_signal, args=(writer,), name="signals", daemon=True).start()
+    interrupted = threading.Event()
+    threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
     if config.stream.device.kind == "cpu" or not _has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     from ds_stream.run import StreamRequest, run_rank
 
     request = None if writer is None else StreamRequest(options.prompt, reader, writer, options.num_frames)
-    result = run_rank(config, info, not options.text_only, request)
+    result = run_rank(config, info, not options.text_only, request, interrupted)
     if result is None or writer is None:
         return 0
     if reader is not None:
@@ -154,9 +169,15 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     return 0
 
 
-def _end_on_signal(writer: FrameWriter | None) -> None:
-    """Let Ctrl-C and the launcher's SIGTERM end this rank at once, even while it waits in foreign code."""
+def _end_on_signal(writer: FrameWriter | None, interrupted: threading.Event) -> None:
+    """Let Ctrl-C and the launcher's SIGTERM end this rank, even while it waits in foreign code."""
     received = signal.sigwait(_ENDING_SIGNALS)
+    if received == signal.SIGTERM:
+        # The launcher sends it when a rank is gone: leave the watchdog time to say which.
+        time.sleep(_WATCHDOG_SPEAKS_S)
+    interrupted.set()
+    # All ranks are told at once: none should take another's end for a failure.
+    time.sleep(_OTHERS_HEAR_S)
     if writer is not None:
         saving = threading.Thread(target=writer.abort, daemon=True)
         saving.start()
@@ -175,6 +196,7 @@ def _open_media(options: argparse.Namespace, config: Config) -> tuple[FrameReade
 
     video = config.stream.video
     source = options.input
+    VideoWriter.check_path(options.output, source)
     if source is None and not options.text_only:
         source = options.output.parent / _DEMO_CLIP
         make_demo_clip(source)

@@ -181,9 +181,9 @@ class DeviceConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    timeout_s: float = Field(default=30.0, ge=1)
+    timeout_s: float = Field(default=30.0, ge=1, le=86_400)
     """Seconds after which a rank that does not answer is given up and the run ends."""
-    start_timeout_s: float = Field(default=1800.0, ge=1)
+    start_timeout_s: float = Field(default=1800.0, ge=1, le=86_400)
     """Seconds that ranks have to build their layers and meet."""
     max_queued_chunks: int = Field(default=2, ge=1)
     """Chunks that a reader may be ahead of the ring, and that the ring may be ahead of a writer."""

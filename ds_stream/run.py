@@ -2,6 +2,7 @@
 
 import logging
 import resource
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -56,7 +57,13 @@ class RunResult:
     """Why the input broke off; what had been read was processed."""
 
 
-def run_rank(config: Config, info: RankInfo, from_video: bool, request: StreamRequest | None) -> RunResult | None:
+def run_rank(
+    config: Config,
+    info: RankInfo,
+    from_video: bool,
+    request: StreamRequest | None,
+    interrupted: threading.Event | None = None,
+) -> RunResult | None:
     """Run this rank's stage from start to end; the first rank gets the result.
 
     Any failure ends all ranks; the process of a rank that fails or loses another does not come back from here.
@@ -65,6 +72,7 @@ def run_rank(config: Config, info: RankInfo, from_video: bool, request: StreamRe
         config: resolved for the number of ranks; on the first rank with a seed.
         from_video: whether chunks start from video; the same on every rank.
         request: on the first rank, what to stream.
+        interrupted: set when this process is about to end by a signal, which is no failure.
 
     Raises:
         ValueError: the device, transport or port of ``config`` cannot be had.
@@ -75,7 +83,7 @@ def run_rank(config: Config, info: RankInfo, from_video: bool, request: StreamRe
     placement = choose_placement(config.stream, info)
     init_process_groups(placement, info, limits.start_timeout_s)
     watchdog = Watchdog.start(
-        info, limits.timeout_s, limits.start_timeout_s, on_fatal=request.writer.abort if request else None
+        info, limits.timeout_s, limits.start_timeout_s, request.writer.abort if request else None, interrupted
     )
     with _end_all_ranks_on_failure(watchdog):
         result = _Run(config, info, placement, from_video, request, watchdog).run()
@@ -164,8 +172,14 @@ class _Run:
             (video.height, video.width),
             self._geometry.num_frames,
             self._controller.deliver,
-            on_error=lambda error: self._watchdog.lost(error.peer, str(error)),
+            on_error=self._give_up,
         )
+
+    def _give_up(self, error: Exception) -> None:
+        """The collector's thread cannot go on."""
+        if isinstance(error, LinkError):
+            self._watchdog.lost(error.peer, str(error))
+        self._watchdog.fail(f"collecting frames: {type(error).__name__}: {error}")
 
     def _hand_back(self, row: Row, frames: Tensor) -> None:
         """The last stage gives a finished chunk to the controller, wherever that is."""
@@ -225,5 +239,4 @@ def _end_all_ranks_on_failure(watchdog: Watchdog) -> Iterator[None]:
     except StreamError as error:
         watchdog.fail(str(error))
     except BaseException as error:
-        traceback.print_exc()
-        watchdog.fail(f"{type(error).__name__}: {error}")
+        watchdog.fail(f"{type(error).__name__}: {error}", details=traceback.format_exc())

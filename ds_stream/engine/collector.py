@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ds_stream.core import Frames, Plan, Row
-from ds_stream.engine.links import Link, LinkError
+from ds_stream.engine.links import Link
 
 
 class FrameCollector:
@@ -19,7 +19,7 @@ class FrameCollector:
         frame_shape: ``(height, width)`` of the pixels.
         num_frames: frames of a chunk.
         deliver: takes ``(session, chunk, frames)``.
-        on_error: told when the last stage is gone.
+        on_error: told when the last stage is gone or its frames cannot be delivered.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class FrameCollector:
         frame_shape: tuple[int, int],
         num_frames: Callable[[int], int],
         deliver: Callable[[int, int, Frames], None],
-        on_error: Callable[[LinkError], None],
+        on_error: Callable[[Exception], None],
     ):
         self._link = link
         self._num_passes = num_passes
@@ -57,8 +57,8 @@ class FrameCollector:
             shape = (self._num_frames(row.chunk), *self._frame_shape, 3)
             try:
                 (frames,) = self._link.recv([(shape, torch.uint8)])
-            except LinkError as error:
+                # The link's buffer is overwritten by the next chunk.
+                self._deliver(row.session, row.chunk, frames.numpy().copy())
+            except Exception as error:
                 self._on_error(error)
                 return
-            # The link's buffer is overwritten by the next chunk.
-            self._deliver(row.session, row.chunk, frames.numpy().copy())

@@ -80,12 +80,14 @@ class Watchdog:
         timeout_s: float,
         start_timeout_s: float,
         on_fatal: Callable[[], None] | None,
+        interrupted: threading.Event | None = None,
     ):
         self._store = store
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout_s = timeout_s
         self._on_fatal = on_fatal
+        self._interrupted = interrupted or threading.Event()
         self._phase = ("starting", False, time.monotonic(), start_timeout_s)
         self._count = 0
         self._done = False
@@ -99,7 +101,11 @@ class Watchdog:
 
     @staticmethod
     def start(
-        info: RankInfo, timeout_s: float, start_timeout_s: float, on_fatal: Callable[[], None] | None = None
+        info: RankInfo,
+        timeout_s: float,
+        start_timeout_s: float,
+        on_fatal: Callable[[], None] | None = None,
+        interrupted: threading.Event | None = None,
     ) -> "Watchdog":
         """Begin to watch; every rank calls it once the process group exists.
 
@@ -107,6 +113,7 @@ class Watchdog:
             timeout_s: after which a rank that shows no sign, or stands in one phase, is given up.
             start_timeout_s: the same until the first :meth:`enter`.
             on_fatal: called before a failing process ends, in whatever thread; has three seconds.
+            interrupted: set when this process ends by a signal; from then on nothing is a failure.
         """
         store = None
         if info.num_ranks > 1:
@@ -117,7 +124,7 @@ class Watchdog:
                 is_master=False,
                 timeout=timedelta(seconds=start_timeout_s),
             )
-        watchdog = Watchdog(store, info.rank, info.num_ranks, timeout_s, start_timeout_s, on_fatal)
+        watchdog = Watchdog(store, info.rank, info.num_ranks, timeout_s, start_timeout_s, on_fatal, interrupted)
         if store is not None:
             watchdog._publish()
             store.wait([_key(rank) for rank in range(info.num_ranks)], timedelta(seconds=start_timeout_s))
@@ -141,9 +148,21 @@ class Watchdog:
         if self._rank == _STORE_HOST:
             self._wait_for_others(self._timeout_s)
 
-    def fail(self, reason: str) -> None:
-        """This rank cannot go on: end all ranks. Does not return."""
-        self._end(Verdict(self._rank, f"failed: {reason}"))
+    def fail(self, reason: str, details: str = "") -> None:
+        """This rank cannot go on: end all ranks. Does not return.
+
+        If another rank is dead, that is why, and it is named instead.
+
+        Args:
+            details: printed if this rank is the guilty one.
+        """
+        verdict = None
+        if self._store is not None:
+            _bounded(self._read_beats, 0.5)
+            verdict = self._known_verdict() or self._verdict_on_the_dead()
+        if verdict is None and details:
+            print(details, file=sys.stderr, flush=True)
+        self._end(verdict or Verdict(self._rank, f"failed: {reason}"))
 
     def lost(self, peer: int, detail: str) -> None:
         """``peer`` is gone: find out who failed first, and end all ranks. Does not return.
@@ -177,7 +196,8 @@ class Watchdog:
 
     def _judge(self) -> None:
         while not self._closed.wait(_JUDGE_EVERY_S):
-            verdict = self._known_verdict() or self._verdict_on_store() or self._verdict_on_beats()
+            verdict = self._known_verdict() or self._verdict_on_the_dead()
+            verdict = verdict or self._verdict_on_store() or self._verdict_on_beats()
             if verdict is not None and not self._closed.is_set():
                 self._end(verdict)
 
@@ -186,6 +206,17 @@ class Watchdog:
         for beat in list(self._beats.values()):
             if beat.guilty is not None:
                 return Verdict(beat.guilty, beat.reason)
+        return None
+
+    def _verdict_on_the_dead(self) -> Verdict | None:
+        """A rank of this host whose process is gone, though it did not end in order."""
+        for rank in list(self._beats):
+            if rank == self._rank or self._beats[rank].done or not self._is_dead(rank):
+                continue
+            # Its last words may not have been read yet.
+            _bounded(self._read_beats, 0.5)
+            if not self._beats[rank].done:
+                return self._known_verdict() or Verdict(rank, "died without a word")
         return None
 
     def _verdict_on_store(self) -> Verdict | None:
@@ -210,7 +241,8 @@ class Watchdog:
                 how = f"does not answer for {silent_s:.0f} s, last seen {_describe(beat)}"
                 return Verdict(rank, how, kill=True)
             if not beat.waiting and beat.phase_s > beat.limit_s:
-                return Verdict(rank, f"hangs for {beat.phase_s:.0f} s, {_describe(beat)}", kill=True)
+                how = f"hangs for {beat.phase_s:.0f} s (limit {beat.limit_s:g} s, stream.limits.timeout_s)"
+                return Verdict(rank, f"{how}, {_describe(beat)}", kill=True)
         return None
 
     # The store.
@@ -272,6 +304,9 @@ class Watchdog:
     # The end.
 
     def _end(self, verdict: Verdict) -> None:
+        if self._interrupted.is_set():
+            # The process ends by a signal, and so do the others.
+            time.sleep(_LOOK_FOR_CULPRIT_S + _LINGER_S + _ON_FATAL_S)
         if not self._ending.acquire(blocking=False):
             # Another thread is at it.
             time.sleep(_LOOK_FOR_CULPRIT_S + _LINGER_S + _ON_FATAL_S)

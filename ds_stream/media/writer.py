@@ -23,6 +23,10 @@ _CONTAINER_OPTIONS = {
     ".mp4": {"movflags": "frag_keyframe+empty_moov+default_base_moof", "flush_packets": "1"},
     ".mkv": {"flush_packets": "1"},
 }
+_COPIED_AUDIO = {
+    ".mp4": ("aac", "mp3", "mp3float"),
+    ".mkv": ("aac", "mp3", "mp3float", "opus", "vorbis", "flac", "ac3", "eac3", "pcm_s16le"),
+}
 _BT709 = 1
 
 
@@ -49,20 +53,12 @@ class VideoWriter:
         audio_from: Path | None = None,
         metadata: dict[str, str] | None = None,
     ):
+        self.check_path(path, audio_from)
         extension = path.suffix.lower()
-        if extension not in _CONTAINER_OPTIONS:
-            known = " or ".join(_CONTAINER_OPTIONS)
-            raise ValueError(f"output {path} has an unknown extension '{path.suffix}'; name it {known}")
-        if path.is_dir():
-            raise ValueError(f"output {path} is a folder; give a file name")
-        if not path.parent.is_dir():
-            raise ValueError(f"output folder {path.parent} does not exist; make it first")
-        if not os.access(path.parent, os.W_OK):
-            raise ValueError(f"output folder {path.parent} may not be written; change its permissions")
         self.num_frames = 0
         """Frames written."""
         self.path = path
-        self.partial_path = path.with_name(f"{path.stem}.partial{path.suffix}")
+        self.partial_path = _partial_path(path)
         self._frame_rate = frame_rate
         self._is_open = True
         # A failing run aborts from another thread than the one that writes.
@@ -73,7 +69,23 @@ class VideoWriter:
             raise ValueError(f"output {self.partial_path} cannot be written: {error.strerror or error}") from None
         self._container.metadata.update(metadata or {})
         self._video = self._add_video(frame_rate, width, height)
-        self._audio = None if audio_from is None else _AudioCopy.open(audio_from, self._container)
+        self._audio = None if audio_from is None else _AudioCopy.open(audio_from, self._container, extension)
+
+    @staticmethod
+    def check_path(path: Path, source: Path | None) -> None:
+        """Raise :class:`ValueError` unless ``path`` can become an output that does not overwrite ``source``."""
+        if path.suffix.lower() not in _CONTAINER_OPTIONS:
+            known = " or ".join(_CONTAINER_OPTIONS)
+            raise ValueError(f"output {path} has an unknown extension '{path.suffix}'; name it {known}")
+        if path.is_dir():
+            raise ValueError(f"output {path} is a folder; give a file name")
+        if not path.parent.is_dir():
+            raise ValueError(f"output folder {path.parent} does not exist; make it first")
+        if not os.access(path.parent, os.W_OK):
+            raise ValueError(f"output folder {path.parent} may not be written; change its permissions")
+        for target in (path, _partial_path(path)):
+            if source is not None and target.exists() and source.exists() and target.samefile(source):
+                raise ValueError(f"output {path} would overwrite the input {source}; give it another name")
 
     def write(self, frames: Frames) -> None:
         """Append frames ``[frames, height, width, 3]``.
@@ -154,6 +166,10 @@ class VideoWriter:
                 self._audio.close()
 
 
+def _partial_path(path: Path) -> Path:
+    return path.with_name(f"{path.stem}.partial{path.suffix}")
+
+
 class _AudioCopy:
     """Packets of a file's first audio track, in step with the video that is written."""
 
@@ -164,15 +180,17 @@ class _AudioCopy:
         self._next: Packet | None = None
 
     @staticmethod
-    def open(path: Path, output: av.container.OutputContainer) -> "_AudioCopy | None":
+    def open(path: Path, output: av.container.OutputContainer, extension: str) -> "_AudioCopy | None":
         """The audio of ``path``, or ``None`` if it has none or the container cannot take it."""
         source = av.open(str(path))
         if not source.streams.audio:
             source.close()
             return None
         stream = source.streams.audio[0]
-        if stream.codec_context.name not in output.supported_codecs and stream.codec_context.name != "aac":
-            warnings.warn(f"the {stream.codec_context.name} audio of {path} is left out", stacklevel=3)
+        codec = stream.codec_context.name
+        # Raw AAC as broadcasts carry it lacks the header that files need.
+        if codec not in _COPIED_AUDIO[extension] or (codec == "aac" and not stream.codec_context.extradata):
+            warnings.warn(f"the {codec} audio of {path} cannot be copied to {extension} and is left out", stacklevel=3)
             source.close()
             return None
         return _AudioCopy(source, stream, output.add_stream_from_template(stream))
@@ -194,6 +212,17 @@ class _AudioCopy:
         self._source.close()
 
     def _demux(self, stream: AudioStream) -> Iterator[Packet]:
-        # Packets before time zero only warm a decoder up; kept, they would push the video back.
+        # The output begins with the first picture, wherever the source's clock stood then.
+        video = self._source.streams.video
+        start = Fraction(0)
+        if video and video[0].start_time is not None and video[0].time_base is not None:
+            start = video[0].start_time * video[0].time_base
         with contextlib.suppress(av.error.FFmpegError):
-            yield from (packet for packet in self._source.demux(stream) if packet.pts is not None and packet.pts >= 0)
+            for packet in self._source.demux(stream):
+                if packet.pts is None or packet.dts is None:
+                    continue
+                shift = round(start / packet.time_base)
+                packet.pts, packet.dts = packet.pts - shift, packet.dts - shift
+                # Packets before time zero only warm a decoder up; kept, they would push the video back.
+                if packet.pts >= 0:
+                    yield packet
