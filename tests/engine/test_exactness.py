@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.pipe.module import LayerSpec
 
 from ds_stream.config import Config
 from ds_stream.core import Plan
@@ -238,10 +239,18 @@ def test_output_i_belongs_to_input_i(num_chunks: int, monkeypatch: pytest.Monkey
     assert np.array_equal(frames, np.concatenate(expected))
 
 
-def test_parameters_of_the_stages_add_up_and_none_is_built_twice():
+def test_parameters_of_the_stages_add_up_and_none_is_built_twice(monkeypatch: pytest.MonkeyPatch):
     config = tiny_config()
+    built: list[LayerSpec] = []
+    build = LayerSpec.build
+    monkeypatch.setattr(
+        LayerSpec, "build", lambda spec, *rest, **options: built.append(spec) or build(spec, *rest, **options)
+    )
     for num_stages in (1, 2, 3, 4, 5):
+        built.clear()
         engines = MockRing(config, num_stages).engines
+        # Encode, embed, three blocks, head, decode: each once, over all stages together.
+        assert len(built) == 7
         counts = [engine.module.num_parameters for engine in engines]
         names = [name for engine in engines for name, _ in engine.module.named_parameters()]
         whole = MockRing(config, 1).engines[0].module

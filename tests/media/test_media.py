@@ -250,6 +250,15 @@ def test_the_demo_clip_has_its_frames_and_sound_that_is_carried_along(tmp_path: 
             assert (0.45 + np.argmax(note > 0.1) / 48000) == pytest.approx(0.505, abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["out.mp4", "out.partial.mp4"])
+def test_an_output_never_overwrites_its_input(tmp_path: Path, name: str):
+    source = write(tmp_path / "clip.mp4", coloured(4)).rename(tmp_path / name)
+    before = source.read_bytes()
+    with pytest.raises(ValueError, match="would overwrite the input"):
+        VideoWriter(tmp_path / "out.mp4", Fraction(16), WIDTH, HEIGHT, audio_from=source)
+    assert source.read_bytes() == before
+
+
 def test_the_demo_clip_is_the_same_every_time(tmp_path: Path):
     paths = [tmp_path / "a.mp4", tmp_path / "b.mp4"]
     for path in paths:
