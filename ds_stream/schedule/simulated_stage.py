@@ -227,14 +227,20 @@ class SimulatedStage:
             raise self._fault(f"steps {do.rows} but holds {tuple(self.held)}")
 
     def _ReturnLatents(self, do: PipeInstruction) -> None:
-        self.wires.send("latents", (do.launch, tuple(self.held[index] for index in do.indices)))
+        self.wires.send("latents", (do.launch, tuple(self._held_row(index) for index in do.indices)))
         self._leave(len(do.indices))
 
     def _DecodeChunk(self, do: PipeInstruction) -> None:
-        if self.held[do.index] != do.row or do.row.step != self.window.num_passes - 1:
-            raise self._fault(f"decodes {do.row} but row {do.index} is {self.held[do.index]}")
+        found = self._held_row(do.index)
+        if found != do.row or do.row.step != self.window.num_passes - 1:
+            raise self._fault(f"decodes {do.row} but row {do.index} is {found}")
         self.wires.send(FRAMES, (do.row.session, do.row.chunk, self.tick))
         self._leave(1)
+
+    def _held_row(self, index: int) -> Row:
+        if index >= len(self.held):
+            raise self._fault(f"uses row {index} but holds {tuple(self.held)}")
+        return self.held[index]
 
     def _check_held(self, num_rows: int) -> None:
         if num_rows != len(self.held):
