@@ -138,17 +138,17 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     # The launch script has done so before its imports, for threads that those start.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     if info.rank == 0:
-        # One rank draws the seed; the others learn it when the session opens.
         # Warnings of the parts look like those of the command.
         warnings.showwarning = lambda message, *_, **__: _warn(message)
         _warn_of_idle_settings(options, config)
+        # One rank draws the seed; the others learn it when the session opens.
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
         reader, writer = _open_media(options, config)
     interrupted = threading.Event()
     threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
-    # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
     if config.stream.device.kind == "cpu" or not _has_gpu():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
     from ds_stream.run import StreamRequest, run_rank
 
     request = None if writer is None else StreamRequest(options.prompt, reader, writer, options.num_frames)

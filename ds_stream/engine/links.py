@@ -152,14 +152,14 @@ class GroupChannel:
 
 
 class HostStagedChannel:
-    """For ranks that share a GPU: through pinned host memory and gloo, which must never see a CUDA tensor."""
+    """For ranks that share a GPU: through host memory and gloo, which must never see a CUDA tensor."""
 
     def __init__(self, channel: GroupChannel):
         self._channel = channel
         self._pinned: dict[int, Tensor] = {}
 
     def post(self, buffer: Tensor) -> Callable[[], None]:
-        # A pageable copy would synchronise as well; the buffer is kept by the returned call.
+        # Waits for the device: gloo reads the copy at once, and the returned call keeps it.
         host = buffer.to("cpu")
         return self._channel.post(host)
 

@@ -27,7 +27,7 @@ class NoiseSchedule:
         self.strength = config.strength if from_video else 1.0
         table = _timestep_table(config.shift)
         if config.warp:
-            timesteps = [0.0 if step == 0 else table[NUM_TABLE_ENTRIES - step] for step in config.steps]
+            timesteps = [table[NUM_TABLE_ENTRIES - step] for step in config.steps]
         else:
             timesteps = [float(step) for step in config.steps]
         if from_video:
