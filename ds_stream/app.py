@@ -152,7 +152,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     from ds_stream.run import StreamRequest, run_rank
 
     request = None if writer is None else StreamRequest(options.prompt, reader, writer, options.num_frames)
-    result = run_rank(config, info, not options.text_only, request, interrupted)
+    result = run_rank(config, info, request, interrupted)
     if result is None or writer is None:
         return 0
     if reader is not None:

@@ -50,6 +50,8 @@ class Row:
     step: int
     prompt: int
     """Id of the prompt that the chunk keeps from its admission to its end."""
+    strength: float | None = None
+    """Share of noise in the chunk's start, video to video; ``None``: it starts from noise alone. Kept to its end."""
 
 
 class EventKind(enum.IntEnum):

@@ -8,36 +8,34 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ds_stream.config import StreamConfig
 from ds_stream.core import Row
 from ds_stream.model.layers import RowBatch, RowContextFactory, latent_shape
 from ds_stream.model.noise import keyed_noise
 from ds_stream.model.pipeline import build_all_layers
+from ds_stream.settings import StreamConfig
 
 
 class Reference:
-    """The whole model on one device.
+    """The whole model on one device."""
 
-    Args:
-        from_video: whether chunks start from encoded video.
-    """
-
-    def __init__(self, config: StreamConfig, from_video: bool, device: torch.device):
+    def __init__(self, config: StreamConfig, device: torch.device):
         self.config = config
-        self.from_video = from_video
         self.device = device
         self.layers = build_all_layers(config, device)
-        self.rows = RowContextFactory(config, from_video, [block.index for block in self.layers.blocks], device)
+        self.rows = RowContextFactory(config, [block.index for block in self.layers.blocks], device)
 
     @torch.no_grad()
     def stream(
-        self, seed: int, chunks: Iterator[Tensor | None], prompt_of: Callable[[int], Tensor]
+        self,
+        seed: int,
+        chunks: Iterator[tuple[Tensor, float] | None],
+        prompt_of: Callable[[int], Tensor],
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Run one session.
 
         Args:
             seed: of the session's noise.
-            chunks: uint8 pixels ``[T, H, W, 3]`` of each chunk, or ``None`` for each where there is no video.
+            chunks: uint8 pixels ``[T, H, W, 3]`` and strength of each chunk, or ``None`` for each without video.
             prompt_of: text embedding ``[tokens, text_dim]`` of a chunk.
 
         Yields:
@@ -51,15 +49,21 @@ class Reference:
         def noise(chunk: int, step: int) -> Tensor:
             return keyed_noise(latent_shape(self.config), seed, chunk, step, self.device)
 
-        for chunk, frames in enumerate(chunks):
+        for chunk, source in enumerate(chunks):
             context = layers.embed.project_text(prompt_of(chunk))
             texts = {block.index: block.text_key_value(context) for block in layers.blocks}
+            frames, strength = (None, None) if source is None else source
             video = None if frames is None else layers.encode(frames.to(self.device), encoder_state)
-            latents = schedule.start(noise(chunk, 0), video)
+            latents = schedule.start(noise(chunk, 0), video, strength)
             for step in range(self.config.noise.num_passes):
-                row = self.rows.make(Row(0, chunk, step, prompt=0), caches, texts)
+                row = self.rows.make(
+                    Row(0, chunk, step, prompt=0, strength=strength),
+                    caches,
+                    texts,
+                    video if self.config.model.takes_source else None,
+                )
                 flow = layers.forward(RowBatch([row], latents[None]), exact_rows=True).flow_RCNhw
                 assert flow is not None
                 next_noise = noise(chunk, step + 1) if schedule.needs_noise(step) else None
-                latents = schedule.step(latents, flow[0], step, next_noise)
+                latents = schedule.step(latents, flow[0], step, next_noise, strength)
             yield latents, layers.decode(latents, decoder_state)

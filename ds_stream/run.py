@@ -19,6 +19,8 @@ from tqdm import tqdm
 from ds_stream.config import Config
 from ds_stream.controller.controller import StreamController
 from ds_stream.controller.metrics import SessionMetrics
+from ds_stream.controller.motion import strength_rule
+from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.core import ChunkGeometry, FrameReader, FrameWriter, RankInfo, Row, StreamError
 from ds_stream.engine.collector import FrameCollector
 from ds_stream.engine.engine import StreamEngine
@@ -60,7 +62,6 @@ class RunResult:
 def run_rank(
     config: Config,
     info: RankInfo,
-    from_video: bool,
     request: StreamRequest | None,
     interrupted: threading.Event | None = None,
 ) -> RunResult | None:
@@ -70,7 +71,6 @@ def run_rank(
 
     Args:
         config: resolved for the number of ranks; on the first rank with a seed.
-        from_video: whether chunks start from video; the same on every rank.
         request: on the first rank, what to stream.
         interrupted: set when this process is about to end by a signal, which is no failure.
 
@@ -86,7 +86,7 @@ def run_rank(
         info, limits.timeout_s, limits.start_timeout_s, request.writer.abort if request else None, interrupted
     )
     with _end_all_ranks_on_failure(watchdog):
-        result = _Run(config, info, placement, from_video, request, watchdog).run()
+        result = _Run(config, info, placement, request, watchdog).run()
     watchdog.close()
     dist.destroy_process_group()
     return result
@@ -100,7 +100,6 @@ class _Run:
         config: Config,
         info: RankInfo,
         placement: Placement,
-        from_video: bool,
         request: StreamRequest | None,
         watchdog: Watchdog,
     ):
@@ -120,7 +119,6 @@ class _Run:
             config.stream,
             config.deepspeed,
             self._links.stage,
-            from_video,
             source=self._controller,
             on_frames=self._hand_back,
             enter_phase=watchdog.enter,
@@ -137,7 +135,13 @@ class _Run:
         assert seed is not None
         with self._progress_bar() as self._bar:
             metrics = self._controller.open_session(
-                _SESSION, seed, encoder.encode(request.prompt), request.reader, request.writer, request.num_frames
+                _SESSION,
+                seed,
+                PromptTimeline(encoder.encode(request.prompt)),
+                request.reader,
+                request.writer,
+                strength_rule(self._config.noise),
+                request.num_frames,
             )
             self._engine.run(self._controller.plans())
         if self._collector is not None:

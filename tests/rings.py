@@ -20,6 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ds_stream.config import Config, parse_config
 from ds_stream.controller.controller import StreamController
+from ds_stream.controller.motion import strength_rule
+from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.core import ChunkGeometry, Frames, Row, VideoInfo
 from ds_stream.engine.engine import StreamEngine
 from ds_stream.engine.links import Link, LoopbackChannel, StageLinks
@@ -111,6 +113,8 @@ class Stream:
     num_frames: int | None = None
     prompt: str = "red boats"
     wait: Callable[[], None] = lambda: None
+    prompts: PromptTimeline | None = None
+    """In place of ``prompt``, one that changes."""
 
 
 def embed(config: Config, prompt: str) -> Tensor:
@@ -138,15 +142,22 @@ def open_streams(controller: StreamController, config: Config, streams: Sequence
     writers = [ArrayWriter() for _ in streams]
     for session, (stream, writer) in enumerate(zip(streams, writers, strict=True)):
         reader = None if stream.clip is None else ArrayReader(stream.clip, stream.wait)
-        controller.open_session(session, stream.seed, embed(config, stream.prompt), reader, writer, stream.num_frames)
+        prompts = stream.prompts or PromptTimeline(embed(config, stream.prompt))
+        rule = strength_rule(config.stream.noise)
+        controller.open_session(session, stream.seed, prompts, reader, writer, rule, stream.num_frames)
     return writers
 
 
-def reference_frames(config: Config, stream: Stream, prompt_of: Callable[[int], str] | None = None) -> Frames:
-    """What the oracle makes of ``stream``, trimmed to its frames."""
+def reference_frames(config: Config, stream: Stream, embedding_of: Callable[[int], Tensor] | None = None) -> Frames:
+    """What the oracle makes of ``stream``, trimmed to its frames.
+
+    Args:
+        embedding_of: of each chunk's prompt, in place of the stream's.
+    """
     num_frames = len(stream.clip) if stream.clip is not None else stream.num_frames
     shape = geometry(config)
-    reference = Reference(config.stream, stream.clip is not None, CPU)
+    reference = Reference(config.stream, CPU)
+    strength = strength_rule(config.stream.noise)
 
     def chunks():
         for chunk in range(shape.num_chunks(num_frames)):
@@ -156,11 +167,12 @@ def reference_frames(config: Config, stream: Stream, prompt_of: Callable[[int], 
                 continue
             part = stream.clip[first : first + wanted]
             padding = np.repeat(part[-1:], wanted - len(part), axis=0)
-            yield torch.from_numpy(np.concatenate((part, padding)))
+            yield torch.from_numpy(np.concatenate((part, padding))), strength(part)
 
-    prompts = prompt_of or (lambda _chunk: stream.prompt)
+    prompt = embed(config, stream.prompt)
     parts = [
-        pixels.numpy() for _, pixels in reference.stream(stream.seed, chunks(), lambda c: embed(config, prompts(c)))
+        pixels.numpy()
+        for _, pixels in reference.stream(stream.seed, chunks(), embedding_of or (lambda _chunk: prompt))
     ]
     return np.concatenate(parts)[:num_frames] if parts else np.zeros((0, 32, 32, 3), np.uint8)
 
@@ -168,9 +180,7 @@ def reference_frames(config: Config, stream: Stream, prompt_of: Callable[[int], 
 class MockRing:
     """All stages in this process: engines on torch's fake process group, threads, loopback links."""
 
-    def __init__(
-        self, config: Config, num_stages: int, from_video: bool = True, source: StreamController | None = None
-    ):
+    def __init__(self, config: Config, num_stages: int, source: StreamController | None = None):
         self.config = config.resolve(num_stages)
         self.controller = source or make_controller(self.config, num_stages)
         stream = self.config.stream
@@ -185,7 +195,6 @@ class MockRing:
                     stream,
                     self.config.deepspeed,
                     links[rank],
-                    from_video,
                     source=self.controller if rank == 0 else None,
                     on_frames=self._deliver if is_last else None,
                 )

@@ -46,7 +46,16 @@ def test_shipped_configs_load_resolve_and_can_be_fed_back(path: Path):
         ({"stages": {"partition": [0, 4, 4, 7]}}, r"must rise strictly"),
         ({"stages": {"partition": [0, 1, 7]}}, r"a stage with the VAE alone"),
         ({"stages": {"partition": "uniform"}}, r"stream\.stages\.partition"),
-        ({"model": {"in_channels": 36}}, r"stream\.model\.in_channels is 36 but vae\.z_dim is 16"),
+        ({"model": {"in_channels": 36}}, r"stream\.model\.in_channels is 36; give 16 .* or 32 \(with the source's"),
+        ({"model": {"out_channels": 8}}, r"stream\.model\.out_channels is 8 but vae\.z_dim is 16"),
+        (
+            {"context": {"adaptive_sinks": True, "num_sink_latent_frames": 0}},
+            r"stream\.context\.adaptive_sinks is on but context\.num_sink_latent_frames is 0",
+        ),
+        (
+            {"noise": {"motion_aware": True, "motion_range": 0.9}},
+            r"stream\.noise: motion_range 0\.9 must be below strength 0\.8",
+        ),
         ({"vae": {"z_dim": 8}}, r"latent_mean has 16 entries but z_dim is 8"),
     ],
 )

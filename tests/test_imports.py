@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "ds_stream"
 ORDER = [
     "core",
     "partition",
+    "settings",
     "config",
     "model",
     "schedule",
@@ -41,6 +42,6 @@ def test_imports_come_from_the_left(path: Path):
 
 
 def test_core_and_config_do_not_pull_in_torch():
-    for path in (PACKAGE / "core.py", PACKAGE / "config.py"):
+    for path in (PACKAGE / "core.py", PACKAGE / "settings.py", PACKAGE / "config.py"):
         names = {n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)}
         assert not any(name.startswith(("torch", "deepspeed", "diffusers")) for name in names)

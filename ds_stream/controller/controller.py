@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_stream.controller.metrics import SessionMetrics
+from ds_stream.controller.motion import StrengthRule
+from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.controller.session import (
     ChunkArrived,
     ChunkReader,
@@ -34,7 +36,11 @@ class _Session:
     reader: ChunkReader
     writer: ChunkWriter
     metrics: SessionMetrics
-    prompt: int
+    timeline: PromptTimeline
+    prompt: int | None = None
+    """Id of the prompt in force; ``None`` before the first chunk."""
+    strengths: dict[int, float | None] = field(default_factory=dict)
+    """Of chunks that have arrived and are not admitted."""
     chunks: dict[int, Frames | None] = field(default_factory=dict)
     """Pixels of chunks that have arrived and are not encoded."""
     num_frames: dict[int, int] = field(default_factory=dict)
@@ -84,16 +90,18 @@ class StreamController:
         self,
         session: int,
         seed: int,
-        prompt_embedding: Tensor,
+        prompts: PromptTimeline,
         reader: FrameReader | None,
         writer: FrameWriter,
+        strength: StrengthRule,
         num_frames: int | None = None,
     ) -> SessionMetrics:
         """Let a stream in; call it before :meth:`plans` or from between its plans.
 
         Args:
-            prompt_embedding: ``[tokens, text_dim]``.
+            prompts: the embedding of each chunk's prompt.
             reader: the video, or ``None`` to generate ``num_frames`` frames from the prompt alone.
+            strength: how much noise a video chunk starts with.
             num_frames: most frames to take.
 
         Returns:
@@ -103,10 +111,10 @@ class StreamController:
         self.planner.open(session)
         max_queued_chunks = self.planner.max_queued_chunks
         state = _Session(
-            ChunkReader(session, reader, self._geometry, num_frames, max_queued_chunks, self._inbox),
+            ChunkReader(session, reader, strength, self._geometry, num_frames, max_queued_chunks, self._inbox),
             ChunkWriter(session, writer, self._inbox),
             SessionMetrics(),
-            self._add_prompt(session, prompt_embedding),
+            prompts,
         )
         self._sessions[session] = state
         state.reader.start()
@@ -114,7 +122,7 @@ class StreamController:
         return state.metrics
 
     def set_prompt(self, session: int, prompt_embedding: Tensor) -> None:
-        """Change a session's prompt, from any thread. Chunks in flight keep theirs, later ones get the new one."""
+        """Change a session's prompt, from any thread. Chunks in flight keep theirs, later ones move to the new one."""
         self._inbox.put(PromptChanged(session, prompt_embedding))
 
     def plans(self) -> Iterator[Plan]:
@@ -177,6 +185,7 @@ class StreamController:
             case ChunkArrived():
                 state.chunks[message.chunk] = message.frames
                 state.num_frames[message.chunk] = message.num_frames
+                state.strengths[message.chunk] = message.strength
                 state.num_arrived += 1
             case InputEnded():
                 state.input_ended = True
@@ -188,22 +197,21 @@ class StreamController:
                 state.metrics.delivered(message.chunk, message.num_frames, message.at)
                 self._on_progress(state.metrics)
             case PromptChanged() if not state.is_closing:
-                self._release_prompt(state.prompt)
-                state.prompt = self._add_prompt(message.session, message.embedding)
+                state.timeline.change(self.planner.num_admitted(message.session), message.embedding)
             case WriteFailed():
                 raise StreamError(f"writing the output failed: {message.error}") from message.error
         self._end_if_done(message.session)
 
     def _next_plan(self) -> Plan:
         tick = self.planner.tick
+        for session in self._sessions:
+            self._update_prompt(session)
         # Taken before the rows: an event that a launched row causes belongs to the next plan.
         events = tuple(self._events.popleft() for _ in range(min(MAX_EVENTS, len(self._events))))
         # An event that does not fit any more may be one that a new chunk needs.
         admitting = {} if self._events else {s: state for s, state in self._sessions.items() if not state.is_closing}
-        rows = self.planner.next_rows(
-            {session: state.num_arrived for session, state in admitting.items()},
-            {session: state.prompt for session, state in admitting.items()},
-        )
+        arrived = {session: state.num_arrived for session, state in admitting.items()}
+        rows = self.planner.next_rows(arrived, self._first_row)
         for session in {row.session for row in rows}:
             self._sessions[session].metrics.launched(len(rows))
         for row in rows:
@@ -214,6 +222,21 @@ class StreamController:
         plan = Plan(tick, rows, events)
         self._before_launch(plan)
         return plan
+
+    def _update_prompt(self, session: int) -> None:
+        """Bring the prompt into force that the next chunk to enter has."""
+        state = self._sessions[session]
+        if state.is_closing:
+            return
+        embedding = state.timeline.take(self.planner.num_admitted(session))
+        if embedding is not None:
+            self._release_prompt(state.prompt)
+            state.prompt = self._add_prompt(session, embedding)
+
+    def _first_row(self, session: int, chunk: int) -> Row:
+        state = self._sessions[session]
+        assert state.prompt is not None
+        return Row(session, chunk, 0, state.prompt, state.strengths.pop(chunk))
 
     def _note_admission(self, row: Row) -> None:
         state = self._sessions[row.session]
@@ -247,7 +270,9 @@ class StreamController:
         self._events.append(Event(EventKind.SET_PROMPT, session, prompt))
         return prompt
 
-    def _release_prompt(self, prompt: int) -> None:
+    def _release_prompt(self, prompt: int | None) -> None:
+        if prompt is None:
+            return
         self._prompt_users[prompt] -= 1
         if self._prompt_users[prompt] == 0:
             del self._prompt_users[prompt]

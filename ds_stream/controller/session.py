@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from ds_stream.controller.motion import StrengthRule
 from ds_stream.core import ChunkGeometry, FrameReader, Frames, FrameWriter, StreamError
 
 
@@ -20,6 +21,8 @@ class ChunkArrived:
     frames: Frames | None
     num_frames: int
     """Frames of the chunk that belong to the stream; the rest of the last chunk is padding."""
+    strength: float | None
+    """Share of noise in its start; ``None`` without frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class ChunkReader:
     The last chunk is padded by repeating its last frame.
 
     Args:
+        strength: how much noise a chunk starts with, asked for each chunk in order.
         num_frames: most frames to take; ``None`` for all. Without a reader, how many to generate.
         max_queued_chunks: chunks that may have been read but not admitted.
     """
@@ -76,6 +80,7 @@ class ChunkReader:
         self,
         session: int,
         reader: FrameReader | None,
+        strength: StrengthRule,
         geometry: ChunkGeometry,
         num_frames: int | None,
         max_queued_chunks: int,
@@ -84,6 +89,7 @@ class ChunkReader:
         assert reader is not None or num_frames is not None, "without a reader, say how many frames to generate"
         self._session = session
         self._reader = reader
+        self._strength = strength
         self._geometry = geometry
         self._num_frames = num_frames
         self._inbox = inbox
@@ -112,9 +118,11 @@ class ChunkReader:
                 num_frames = wanted if frames is None else len(frames)
                 if num_frames == 0:
                     break
+                strength = None
                 if frames is not None:
+                    strength = self._strength(frames)
                     frames = _pad(frames, self._geometry.num_frames(chunk))
-                self._inbox.put(ChunkArrived(self._session, chunk, frames, num_frames))
+                self._inbox.put(ChunkArrived(self._session, chunk, frames, num_frames, strength))
                 # A short read is followed by another, which says whether the source ended or broke off.
                 chunk += 1
         except StreamError as broken:

@@ -5,7 +5,7 @@ It decides nothing. Each handler does what the docstring of its instruction says
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -14,18 +14,19 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
-from ds_stream.config import StreamConfig
 from ds_stream.core import Frames, Plan, Row
 from ds_stream.engine.links import Field, StageLinks
 from ds_stream.engine.plans import PLAN_FIELD, decode_plan, encode_plan
+from ds_stream.model.adaptive_sinks import NO_SINK
 from ds_stream.model.attention import KeyValue
 from ds_stream.model.cache import RollingCache
-from ds_stream.model.layers import RowBatch, RowContextFactory, latent_shape, torch_dtype
+from ds_stream.model.layers import RowBatch, RowContext, RowContextFactory, latent_shape, torch_dtype
 from ds_stream.model.noise import keyed_noise
 from ds_stream.model.pipeline import StreamModule
 from ds_stream.model.vae import VaeState
 from ds_stream.schedule import instructions as ins
 from ds_stream.schedule.stream_schedule import StreamSchedule
+from ds_stream.settings import StreamConfig
 
 FORWARD_TIMER = "stream_forward"
 _TICKS_PER_TIMER_READING = 64
@@ -49,6 +50,8 @@ class _Session:
     caches: dict[int, RollingCache]
     encoder: VaeState | None
     decoder: VaeState | None
+    sources: dict[int, Tensor] = field(default_factory=dict)
+    """Latents of the source chunks in the ring, for a model that takes them; first stage only."""
 
 
 @dataclass(slots=True)
@@ -65,7 +68,6 @@ class StreamEngine(PipelineEngine):
         config: the same on every stage, partition resolved.
         deepspeed_config: DeepSpeed's own keys.
         links: to the neighbouring stages.
-        from_video: whether chunks start from video.
         source: the controller; first stage only.
         on_frames: takes the decoded pixels of a finished chunk, uint8 ``[T, H, W, 3]``; last stage only.
         enter_phase: told what the stage does next, and whether that is waiting for another rank.
@@ -77,7 +79,6 @@ class StreamEngine(PipelineEngine):
         config: StreamConfig,
         deepspeed_config: dict[str, Any],
         links: StageLinks,
-        from_video: bool,
         source: ChunkSource | None = None,
         on_frames: Callable[[Row, Tensor], None] | None = None,
         enter_phase: Callable[[str, bool], None] = lambda _phase, _waiting: None,
@@ -96,7 +97,7 @@ class StreamEngine(PipelineEngine):
         self.on_frames = on_frames
         self.enter_phase = enter_phase
         self.layers = module.layers
-        self.rows = RowContextFactory(config, from_video, [block.index for block in self.layers.blocks], self.device)
+        self.rows = RowContextFactory(config, [block.index for block in self.layers.blocks], self.device)
         self.num_forwards = 0
         self.num_rows_run = 0
         self.forward_ms = 0.0
@@ -189,18 +190,21 @@ class StreamEngine(PipelineEngine):
             session = self._sessions[row.session]
             assert self.layers.encode is not None and session.encoder is not None
             video = self.layers.encode(torch.from_numpy(frames).to(self.device), session.encoder)
-        self._entering.append(self.rows.noise_schedule.start(self._noise(row, 0), video))
+            if self.stream_config.model.takes_source:
+                session.sources[row.chunk] = video
+        self._entering.append(self.rows.noise_schedule.start(self._noise(row, 0), video, row.strength))
 
     def _exec_recv_activations(self, launch: int, num_rows: int) -> None:
         assert self.links.activations_in is not None
         self.enter_phase(f"waiting for activations of stage {self.stage_id - 1}", True)
         self._received = self.links.activations_in.recv(self._activation_fields(num_rows))
+        if self.stream_config.context.adaptive_sinks:
+            # The caches keep it longer than the message's buffer lasts.
+            self._received[-1] = self._received[-1].clone()
 
     def _exec_forward_pass(self, launch: int, rows: tuple[Row, ...]) -> None:
         self.enter_phase(f"forward of {len(rows)} rows", False)
-        contexts = [
-            self.rows.make(row, self._sessions[row.session].caches, self._prompts[row.prompt].texts) for row in rows
-        ]
+        contexts = [self._context(row) for row in rows]
         tensors = self._received if self._received else [torch.stack(self._entering)]
         timer = self.timers(FORWARD_TIMER)
         timer.start()
@@ -213,13 +217,23 @@ class StreamEngine(PipelineEngine):
         if self.num_forwards % _TICKS_PER_TIMER_READING == 0:
             self._read_timer()
 
+    def _context(self, row: Row) -> RowContext:
+        session = self._sessions[row.session]
+        source = session.sources.get(row.chunk)
+        if row.step == self.stream_config.noise.num_passes - 1:
+            session.sources.pop(row.chunk, None)
+        return self.rows.make(row, session.caches, self._prompts[row.prompt].texts, source)
+
     def _exec_send_activations(self, launch: int, num_rows: int) -> None:
         assert self.links.activations_out is not None and self._batch is not None
         batch = self._batch
         assert batch.hidden_RLD is not None and batch.temb_RD is not None and batch.modulation_R6D is not None
-        self.links.activations_out.send(
-            [batch.latents_RCNhw, batch.hidden_RLD, batch.temb_RD, batch.modulation_R6D],
-        )
+        message = [batch.latents_RCNhw, batch.hidden_RLD, batch.temb_RD, batch.modulation_R6D]
+        if self.stream_config.context.adaptive_sinks:
+            # A stage without a block, ahead of the first one, has nothing decided yet.
+            undecided = torch.full((num_rows,), NO_SINK, device=self.device)
+            message.append(undecided if batch.sink_choice_R is None else batch.sink_choice_R)
+        self.links.activations_out.send(message)
 
     def _exec_step_latents(self, launch: int, rows: tuple[Row, ...]) -> None:
         assert self._batch is not None and self._batch.flow_RCNhw is not None
@@ -230,6 +244,7 @@ class StreamEngine(PipelineEngine):
                 self._batch.flow_RCNhw[index],
                 row.step,
                 self._noise(row, row.step + 1) if schedule.needs_noise(row.step) else None,
+                row.strength,
             )
             for index, row in enumerate(rows)
         ]
@@ -249,15 +264,16 @@ class StreamEngine(PipelineEngine):
         return torch_dtype(self.stream_config)
 
     def _activation_fields(self, num_rows: int) -> list[Field]:
-        """Latents, hidden states, time embedding and modulation, in the order of ``RowBatch``."""
+        """Latents, hidden states, time embedding, modulation, perhaps sink choices: in the order of ``RowBatch``."""
         shape, dim = latent_shape(self.stream_config), self.stream_config.model.dim
         num_tokens = shape[1] * shape[2] * shape[3] // 4
-        return [
+        fields = [
             ((num_rows, *shape), torch.float32),
             ((num_rows, num_tokens, dim), self._dtype),
             ((num_rows, dim), self._dtype),
             ((num_rows, 6, dim), self._dtype),
         ]
+        return [*fields, ((num_rows,), torch.int64)] if self.stream_config.context.adaptive_sinks else fields
 
     def _noise(self, row: Row, step: int) -> Tensor:
         seed = self._sessions[row.session].seed

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from ds_stream.config import StreamConfig
 from ds_stream.core import RankInfo
 from ds_stream.engine.links import Channel, GroupChannel, HostStagedChannel, Link, LoopbackChannel, StageLinks
 from ds_stream.schedule.planner import num_message_buffers
+from ds_stream.settings import StreamConfig
 
 Transport = Literal["gloo", "nccl", "host_staged"]
 

@@ -27,6 +27,8 @@ class SelfAttentionRow:
     angles: Angles
     sink_angles: Angles | None
     cache: RollingCache
+    sink_choice: Tensor | None
+    """Which sink the chunk replaces, where another block has decided."""
 
 
 class CachedSelfAttention:
@@ -46,7 +48,13 @@ class CachedSelfAttention:
         attended = []
         for index, row in enumerate(rows):
             key_SHD, value_SHD = row.cache.update(
-                row.chunk, row.step, key_RLHD[index], value_RLHD[index], row.angles, row.sink_angles
+                row.chunk,
+                row.step,
+                key_RLHD[index],
+                value_RLHD[index],
+                row.angles,
+                row.sink_angles,
+                row.sink_choice,
             )
             attended.append(_attend(apply_rope(query_RLHD[index], row.angles), key_SHD, value_SHD))
         return attn.to_out[0](torch.stack(attended).flatten(2))

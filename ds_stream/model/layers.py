@@ -11,7 +11,6 @@ from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import WanTimeTextImageEmbedding, WanTransformerBlock
 from torch import Tensor, nn
 
-from ds_stream.config import ModelConfig, StreamConfig
 from ds_stream.core import PATCH_SIZE, PIXELS_PER_LATENT, PIXELS_PER_TOKEN, Row
 from ds_stream.model.attention import (
     CachedCrossAttention,
@@ -20,10 +19,11 @@ from ds_stream.model.attention import (
     SelfAttentionRow,
     text_key_value,
 )
-from ds_stream.model.cache import RollingCache
+from ds_stream.model.cache import CacheShape, RollingCache
 from ds_stream.model.noise import NoiseSchedule
 from ds_stream.model.rope import Angles, Rope
 from ds_stream.model.window import ContextWindow
+from ds_stream.settings import ModelConfig, StreamConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class RowContext:
     """The session's cache for each block of this stage."""
     texts: Mapping[int, KeyValue]
     """The prompt's cross-attention keys/values for each block of this stage."""
+    source_CNhw: Tensor | None = None
+    """Latents of the source chunk, fp32, where the model takes them and there is one; for the embed layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class RowBatch:
     """Time embedding; after the embed layer."""
     modulation_R6D: Tensor | None = None
     """Projected time embedding; after the embed layer."""
+    sink_choice_R: Tensor | None = None
+    """Which sink each row's chunk replaces, int64; after the first block of a model with adaptive sinks."""
     flow_RCNhw: Tensor | None = None
     """Predicted flow ``noise - x0``, fp32; after the head layer."""
 
@@ -80,53 +84,43 @@ class RowContextFactory:
     """Makes row contexts: positions and timesteps from a row's integers, caches of the right shape.
 
     Args:
-        from_video: whether chunks start from encoded video.
         blocks: indices of the blocks on this stage.
         device: where the caches live.
     """
 
-    def __init__(self, config: StreamConfig, from_video: bool, blocks: Sequence[int], device: torch.device):
-        context, video = config.context, config.video
-        self.window = context_window(config)
-        self.noise_schedule = NoiseSchedule(config.noise, from_video)
-        self._model = config.model
+    def __init__(self, config: StreamConfig, blocks: Sequence[int], device: torch.device):
+        self.cache_shape = cache_shape(config)
+        self.noise_schedule = NoiseSchedule(config.noise)
         self._blocks = blocks
         self._device = device
         self._dtype = torch_dtype(config)
-        self._sliding_sinks = context.sink_positions == "sliding" and context.num_sink_latent_frames > 0
-        grid = (video.height // PIXELS_PER_TOKEN, video.width // PIXELS_PER_TOKEN)
-        self._tokens_per_frame = grid[0] * grid[1]
-        self._rope = Rope(config.model.head_dim, *grid, device)
+        self._rope = Rope(config.model.head_dim, *_token_grid(config), device)
 
     def new_caches(self) -> dict[int, RollingCache]:
         """Empty caches of a session, one for each block of this stage."""
-        return {
-            block: RollingCache(
-                self.window,
-                self._tokens_per_frame,
-                self._model.num_heads,
-                self._model.head_dim,
-                self._sliding_sinks,
-                self._dtype,
-                self._device,
-            )
-            for block in self._blocks
-        }
+        return {block: RollingCache(self.cache_shape, self._dtype, self._device) for block in self._blocks}
 
-    def make(self, row: Row, caches: Mapping[int, RollingCache], texts: Mapping[int, KeyValue]) -> RowContext:
+    def make(
+        self,
+        row: Row,
+        caches: Mapping[int, RollingCache],
+        texts: Mapping[int, KeyValue],
+        source_CNhw: Tensor | None = None,
+    ) -> RowContext:
         """The context of ``row``, whose session has ``caches`` and whose prompt has ``texts``."""
-        window = self.window
+        window = self.cache_shape.window
         own = window.frames(row.chunk)
         sink_angles = None
-        if self._sliding_sinks:
+        if self.cache_shape.sliding_sinks:
             sink_angles = self._rope.angles(window.sliding_sink_position(row.chunk), window.num_sinks)
         return RowContext(
             row,
-            self.noise_schedule.timesteps[row.step],
+            self.noise_schedule.timestep(row.step, row.strength),
             self._rope.angles(own.start, len(own)),
             sink_angles,
             caches,
             texts,
+            source_CNhw,
         )
 
 
@@ -135,6 +129,7 @@ class EmbedLayer(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self._takes_source = config.takes_source
         self.patch_embedding = nn.Conv3d(config.in_channels, config.dim, kernel_size=PATCH_SIZE, stride=PATCH_SIZE)
         self.condition_embedder = WanTimeTextImageEmbedding(
             dim=config.dim,
@@ -146,11 +141,23 @@ class EmbedLayer(nn.Module):
     def forward(self, batch: RowBatch) -> RowBatch:
         weight = self.patch_embedding.weight
         embedder = self.condition_embedder
-        hidden_RLD = self.patch_embedding(batch.latents_RCNhw.to(weight.dtype)).flatten(2).transpose(1, 2).contiguous()
+        latents_RCNhw = self._with_source(batch) if self._takes_source else batch.latents_RCNhw
+        hidden_RLD = self.patch_embedding(latents_RCNhw.to(weight.dtype)).flatten(2).transpose(1, 2).contiguous()
         timesteps = torch.tensor([row.timestep for row in batch.rows], device=weight.device)
-        temb_RD = embedder.time_embedder(embedder.timesteps_proj(timesteps).to(weight.dtype))
+        # Diffusers keeps the time embedder in fp32, whatever the other weights are.
+        sinusoids = embedder.timesteps_proj(timesteps).to(embedder.time_embedder.linear_1.weight.dtype)
+        temb_RD = embedder.time_embedder(sinusoids).to(weight.dtype)
         modulation_R6D = embedder.time_proj(embedder.act_fn(temb_RD)).unflatten(1, (6, -1))
         return replace(batch, hidden_RLD=hidden_RLD, temb_RD=temb_RD, modulation_R6D=modulation_R6D)
+
+    @staticmethod
+    def _with_source(batch: RowBatch) -> Tensor:
+        """The source chunk's latents after the noisy ones on the channel axis; zeros where there is none."""
+        sources = [
+            torch.zeros_like(latents) if row.source_CNhw is None else row.source_CNhw
+            for row, latents in zip(batch.rows, batch.latents_RCNhw, strict=True)
+        ]
+        return torch.cat((batch.latents_RCNhw, torch.stack(sources)), dim=1)
 
     def project_text(self, embedding: Tensor) -> Tensor:
         """A text embedding ``[tokens, text_dim]`` as context ``[tokens, D]`` for the blocks' cross-attention."""
@@ -175,12 +182,22 @@ class BlockLayer(nn.Module):
         self.block.attn2.set_processor(CachedCrossAttention())
 
     def forward(self, batch: RowBatch) -> RowBatch:
+        choices: Sequence[Tensor | None] = [None] * len(batch.rows)
+        # The first block decides itself, whatever a stage before it may have filled in.
+        if batch.sink_choice_R is not None and self.index > 0:
+            choices = batch.sink_choice_R.unbind()
         rows = [
-            SelfAttentionRow(row.row.chunk, row.row.step, row.angles, row.sink_angles, row.caches[self.index])
-            for row in batch.rows
+            SelfAttentionRow(
+                row.row.chunk, row.row.step, row.angles, row.sink_angles, row.caches[self.index], sink_choice
+            )
+            for row, sink_choice in zip(batch.rows, choices, strict=True)
         ]
         texts = [row.texts[self.index] for row in batch.rows]
-        return replace(batch, hidden_RLD=self.block(batch.hidden_RLD, texts, batch.modulation_R6D, rows))
+        hidden_RLD = self.block(batch.hidden_RLD, texts, batch.modulation_R6D, rows)
+        if self.index == 0 and rows[0].cache.shape.adaptive_sink_threshold is not None:
+            decided = torch.stack([row.cache.sink_choice(row.chunk, row.step) for row in rows])
+            return replace(batch, hidden_RLD=hidden_RLD, sink_choice_R=decided)
+        return replace(batch, hidden_RLD=hidden_RLD)
 
     def text_key_value(self, context: Tensor) -> KeyValue:
         """Cross-attention keys/values of a projected text ``[tokens, D]``."""
@@ -219,6 +236,20 @@ def context_window(config: StreamConfig) -> ContextWindow:
     )
 
 
+def cache_shape(config: StreamConfig) -> CacheShape:
+    """Shape of every block's cache of a session."""
+    context, model = config.context, config.model
+    height, width = _token_grid(config)
+    return CacheShape(
+        context_window(config),
+        height * width,
+        model.num_heads,
+        model.head_dim,
+        sliding_sinks=context.sink_positions == "sliding" and context.num_sink_latent_frames > 0,
+        adaptive_sink_threshold=context.adaptive_sink_threshold if context.adaptive_sinks else None,
+    )
+
+
 def latent_shape(config: StreamConfig) -> tuple[int, int, int, int]:
     """Shape ``[C, N, h, w]`` of one chunk's latents."""
     return (
@@ -232,3 +263,8 @@ def latent_shape(config: StreamConfig) -> tuple[int, int, int, int]:
 def torch_dtype(config: StreamConfig) -> torch.dtype:
     """Type of weights and activations."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.device.dtype]
+
+
+def _token_grid(config: StreamConfig) -> tuple[int, int]:
+    """Token rows and columns of a latent frame."""
+    return config.video.height // PIXELS_PER_TOKEN, config.video.width // PIXELS_PER_TOKEN

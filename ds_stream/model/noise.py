@@ -9,7 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ds_stream.config import NoiseConfig
+from ds_stream.settings import NoiseConfig
 
 NUM_TABLE_ENTRIES = 1000
 
@@ -17,33 +17,42 @@ NUM_TABLE_ENTRIES = 1000
 class NoiseSchedule:
     """Timestep and noise level of each pass.
 
-    Args:
-        config: steps, shift, warp, strength, context pass.
-        from_video: whether chunks start from encoded video (V2V) rather than from noise alone (T2V).
+    A chunk that starts from encoded video (V2V) has a *strength*, the share of noise in its start, which may differ
+    from chunk to chunk; ``None`` means that it starts from noise alone (T2V).
     """
 
-    def __init__(self, config: NoiseConfig, from_video: bool):
+    def __init__(self, config: NoiseConfig):
         self.num_denoising_steps = len(config.steps)
-        self.strength = config.strength if from_video else 1.0
-        table = _timestep_table(config.shift)
+        self._table = _timestep_table(config.shift)
+        self._first_timestep_offset = config.first_timestep_offset
         if config.warp:
-            timesteps = [table[NUM_TABLE_ENTRIES - step] for step in config.steps]
+            timesteps = [self._table[NUM_TABLE_ENTRIES - step] for step in config.steps]
         else:
             timesteps = [float(step) for step in config.steps]
-        if from_video:
-            timesteps[0] = float(max(int(1000 * config.strength) + config.first_timestep_offset, 1))
-        self.sigmas = tuple(_nearest(table, timestep) / 1000 for timestep in timesteps)
-        """Noise level of each denoising step: that of the nearest entry of the shifted table."""
-        self.timesteps = tuple(timesteps) + ((0.0,) if config.context_pass else ())
-        """What the model is told at each pass, 0 to 1000."""
+        self._sigmas = [self._sigma_of(timestep) for timestep in timesteps]
+        self._timesteps = timesteps + [0.0] * config.context_pass
 
-    def start(self, noise: Tensor, video_latents: Tensor | None) -> Tensor:
+    def timestep(self, step: int, strength: float | None) -> float:
+        """What the model is told at pass ``step``, 0 to 1000. Video moves the first one: ``int(1000 s)`` + offset."""
+        if step == 0 and strength is not None:
+            return float(max(int(1000 * strength) + self._first_timestep_offset, 1))
+        return self._timesteps[step]
+
+    def sigma(self, step: int, strength: float | None) -> float:
+        """Noise level of denoising step ``step``: that of the shifted table's entry nearest to its timestep."""
+        if step == 0 and strength is not None:
+            return self._sigma_of(self.timestep(step, strength))
+        return self._sigmas[step]
+
+    def start(self, noise: Tensor, video_latents: Tensor | None, strength: float | None) -> Tensor:
         """Noisy latents of a chunk that enters: ``s eps + (1 - s) z``, or pure noise without video."""
-        if video_latents is None:
+        if video_latents is None or strength is None:
             return noise
-        return self.strength * noise + (1 - self.strength) * video_latents
+        return strength * noise + (1 - strength) * video_latents
 
-    def step(self, latents: Tensor, flow: Tensor, step: int, next_noise: Tensor | None) -> Tensor:
+    def step(
+        self, latents: Tensor, flow: Tensor, step: int, next_noise: Tensor | None, strength: float | None
+    ) -> Tensor:
         """Latents for the next pass, given the flow predicted at denoising step ``step``.
 
         ``x0 = x - sigma v``; then ``(1 - sigma') x0 + sigma' eps'`` with fresh noise, or ``x0`` after the last
@@ -54,15 +63,18 @@ class NoiseSchedule:
         """
         if step >= self.num_denoising_steps:
             return latents
-        clean = latents - self.sigmas[step] * flow
+        clean = latents - self.sigma(step, strength) * flow
         if next_noise is None:
             return clean
-        sigma = self.sigmas[step + 1]
+        sigma = self._sigmas[step + 1]
         return (1 - sigma) * clean + sigma * next_noise
 
     def needs_noise(self, step: int) -> bool:
         """Whether :meth:`step` at ``step`` adds fresh noise."""
         return step + 1 < self.num_denoising_steps
+
+    def _sigma_of(self, timestep: float) -> float:
+        return min(self._table, key=lambda entry: abs(entry - timestep)) / 1000
 
 
 def keyed_noise(shape: tuple[int, ...], seed: int, chunk: int, step: int, device: torch.device) -> Tensor:
@@ -80,7 +92,3 @@ def _timestep_table(shift: float) -> list[float]:
     """The 1000 timesteps ``1000 sigma``, falling: ``sigma = shift s / (1 + (shift - 1) s)``, ``s`` from 1."""
     levels = [1 - index / NUM_TABLE_ENTRIES for index in range(NUM_TABLE_ENTRIES)]
     return [1000 * shift * s / (1 + (shift - 1) * s) for s in levels]
-
-
-def _nearest(table: list[float], timestep: float) -> float:
-    return min(table, key=lambda entry: abs(entry - timestep))

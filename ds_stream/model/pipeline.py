@@ -12,10 +12,10 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_stream.config import StreamConfig
 from ds_stream.model.layers import BlockLayer, EmbedLayer, HeadLayer, RowBatch, torch_dtype
 from ds_stream.model.vae import DecodeLayer, EncodeLayer
 from ds_stream.model.weights import draw_random_weights
+from ds_stream.settings import StreamConfig
 
 
 def layer_specs(config: StreamConfig) -> list[LayerSpec]:

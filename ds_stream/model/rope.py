@@ -29,30 +29,28 @@ class Rope:
         freqs = _frequencies(space_dim)
         rows = torch.outer(torch.arange(grid_height, dtype=torch.float64), freqs)
         columns = torch.outer(torch.arange(grid_width, dtype=torch.float64), freqs)
-        self._space = torch.cat(
-            (
-                rows[:, None].expand(grid_height, grid_width, -1),
-                columns[None].expand(grid_height, grid_width, -1),
-            ),
-            dim=-1,
-        ).flatten(0, 1)
+        shape = (grid_height, grid_width, -1)
+        space = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-1).flatten(0, 1)
+        self._space = self._waves(space)
 
     def angles(self, first_position: int, num_latent_frames: int) -> Angles:
         """Angles for the tokens of latent frames at positions ``first_position``, ``first_position + 1``, ...
 
-        The products are taken in float64, so that positions far past any table keep their precision.
+        The products are taken in float64, so that positions far past any table keep their precision. Only those of
+        time are computed, on the host; those of height and width never change.
         """
         positions = torch.arange(first_position, first_position + num_latent_frames, dtype=torch.float64)
-        time = torch.outer(positions, self._time_freqs)
-        num_tokens = self._space.shape[0]
-        both = torch.cat(
-            (
-                time[:, None].expand(num_latent_frames, num_tokens, -1),
-                self._space[None].expand(num_latent_frames, num_tokens, -1),
-            ),
-            dim=-1,
-        ).flatten(0, 1)
-        return both.cos().float().to(self._device), both.sin().float().to(self._device)
+        time = self._waves(torch.outer(positions, self._time_freqs))
+        cos, sin = (self._join(of_time, of_space) for of_time, of_space in zip(time, self._space, strict=True))
+        return cos, sin
+
+    def _waves(self, angles: Tensor) -> Angles:
+        return angles.cos().float().to(self._device), angles.sin().float().to(self._device)
+
+    @staticmethod
+    def _join(time_NC: Tensor, space_TC: Tensor) -> Tensor:
+        shape = (time_NC.shape[0], space_TC.shape[0], -1)
+        return torch.cat((time_NC[:, None].expand(shape), space_TC[None].expand(shape)), dim=-1).flatten(0, 1)
 
 
 def apply_rope(x_LHD: Tensor, angles: Angles) -> Tensor:

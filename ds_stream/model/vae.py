@@ -11,8 +11,8 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, WanDecoder3d, WanEncoder3d
 from torch import Tensor, nn
 
-from ds_stream.config import VaeConfig
 from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME
+from ds_stream.settings import VaeConfig
 
 TEMPORAL_DOWNSAMPLE = (False, True, True)
 """Which of the three halvings of the picture also halve time: 8 x 8 pixels and 4 frames a latent."""

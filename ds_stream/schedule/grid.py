@@ -12,7 +12,7 @@ def plan_backlog(
     """Plans of the first ``num_ticks`` launches of one session whose ``num_chunks`` chunks are all waiting."""
     planner = RingPlanner(num_stages, num_passes, lead, max_rows)
     planner.open(0)
-    return [Plan(planner.tick, planner.next_rows({0: num_chunks}, {0: 0})) for _ in range(num_ticks)]
+    return [Plan(planner.tick, planner.next_rows({0: num_chunks})) for _ in range(num_ticks)]
 
 
 def render_grid(plans: Sequence[Plan], num_stages: int, num_passes: int) -> str:

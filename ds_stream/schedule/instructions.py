@@ -85,7 +85,8 @@ class RecvLatents(StreamInstruction):
 class StartChunk(StreamInstruction):
     """Make the noisy latents of a chunk that enters the ring, and append them as the batch's next row.
 
-    Roughly: ``latents.append(start(encode(controller.take_chunk(session, chunk)), noise(session, chunk, 0)))``
+    Roughly: ``latents.append(start(encode(controller.take_chunk(session, chunk)), noise(session, chunk, 0)))``; for a
+    model that takes the source's latents, they are kept for the chunk's passes.
     """
 
 

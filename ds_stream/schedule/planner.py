@@ -5,7 +5,7 @@ entered, (3) its ring slot has fewer than ``max_rows`` rows, (4) the passes it w
 ``lead * stages + 1`` ticks after its elder.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ds_stream.core import Row
@@ -78,12 +78,16 @@ class RingPlanner:
         """Chunks of ``session`` that have entered the ring."""
         return self._sessions[session].next_chunk
 
-    def next_rows(self, num_arrived: Mapping[int, int], prompts: Mapping[int, int]) -> tuple[Row, ...]:
+    def next_rows(
+        self,
+        num_arrived: Mapping[int, int],
+        first_row: Callable[[int, int], Row] = lambda session, chunk: Row(session, chunk, step=0, prompt=0),
+    ) -> tuple[Row, ...]:
         """Rows of the launch at the current tick, then advance the tick.
 
         Args:
             num_arrived: for each session that may admit a chunk, how many of its chunks have arrived so far.
-            prompts: the prompt id that a chunk of each session gets when it enters.
+            first_row: the row of step 0, given session and chunk; called once for every chunk that enters.
         """
         slot = self.tick % self.num_stages
         rows = [replace(row, step=row.step + 1) for row in self._slots[slot] if row.step + 1 < self.num_passes]
@@ -93,7 +97,7 @@ class RingPlanner:
             state = self._sessions[session]
             if state.next_chunk >= num_arrived[session] or not self._context_is_written(state):
                 continue
-            rows.append(Row(session, state.next_chunk, step=0, prompt=prompts[session]))
+            rows.append(first_row(session, state.next_chunk))
             state.next_chunk += 1
             state.last_admission = self.tick
         self._slots[slot] = tuple(rows)

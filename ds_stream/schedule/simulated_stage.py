@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
@@ -175,7 +176,7 @@ class SimulatedStage:
 
     def _RecvLatents(self, do: PipeInstruction) -> None:
         rows = self._receive("latents", do.launch - self.num_stages, do.num_rows)
-        self.held += [Row(row.session, row.chunk, row.step + 1, row.prompt) for row in rows]
+        self.held += [replace(row, step=row.step + 1) for row in rows]
 
     def _StartChunk(self, do: PipeInstruction) -> None:
         self.held.append(do.row)
@@ -190,7 +191,7 @@ class SimulatedStage:
         for row in do.rows:
             if row in self.passes:
                 raise self._fault(f"runs {row} twice")
-            if row.step > 0 and Row(row.session, row.chunk, row.step - 1, row.prompt) not in self.passes:
+            if row.step > 0 and replace(row, step=row.step - 1) not in self.passes:
                 raise self._fault(f"runs {row} before its previous step")
             if row.prompt not in self.prompts:
                 raise self._fault(f"{row} uses a prompt that is not here")

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ds_stream.core import Event, EventKind, Plan
+from ds_stream.core import Event, EventKind, Plan, Row
 from ds_stream.model.window import ContextWindow
 from ds_stream.schedule.planner import RingPlanner, num_message_buffers
 from ds_stream.schedule.simulated_stage import FRAMES, Mutation, ScheduleFault, SimulatedStage, Wires
@@ -155,7 +155,7 @@ class _Controller:
             ):
                 self.idle_ticks += 1
                 arrived = self._arrived(tick)
-            rows = self.planner.next_rows(arrived, {s: s for s in sessions})
+            rows = self.planner.next_rows(arrived, lambda session, chunk: Row(session, chunk, 0, prompt=session))
             admitted = [row for row in rows if row.step == 0]
             if admitted and len(rows) > self.planner.max_rows:
                 raise ScheduleFault(f"tick {tick} admits {admitted} beyond the cap of {self.planner.max_rows}")

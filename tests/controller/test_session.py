@@ -6,10 +6,20 @@ import time
 import numpy as np
 import pytest
 
+from ds_stream.config import Config
 from ds_stream.controller.metrics import SessionMetrics
+from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.controller.session import ChunkArrived, ChunkReader, ChunkWriter, ChunkWritten, InputEnded
 from ds_stream.core import ChunkGeometry, Frames, Plan, StreamError
 from rings import ArrayReader, ArrayWriter, MockRing, embed, random_clip, tiny_config
+
+
+def prompts(config: Config) -> PromptTimeline:
+    return PromptTimeline(embed(config, "boats"))
+
+
+def half(_frames: Frames) -> float:
+    return 0.5
 
 
 def arrivals(reader: ChunkReader, inbox: queue.SimpleQueue) -> list[ChunkArrived | InputEnded]:
@@ -25,7 +35,7 @@ def arrivals(reader: ChunkReader, inbox: queue.SimpleQueue) -> list[ChunkArrived
 @pytest.mark.parametrize("num_frames", [1, 2, 4, 5, 6, 17])
 def test_a_clip_is_cut_into_chunks_and_its_tail_padded(num_latent_frames: int, num_frames: int):
     geometry, clip, inbox = ChunkGeometry(num_latent_frames), random_clip(num_frames), queue.SimpleQueue()
-    *chunks, end = arrivals(ChunkReader(0, ArrayReader(clip), geometry, None, 2, inbox), inbox)
+    *chunks, end = arrivals(ChunkReader(0, ArrayReader(clip), half, geometry, None, 2, inbox), inbox)
     assert end == InputEnded(0)
     assert [chunk.chunk for chunk in chunks] == list(range(geometry.num_chunks(num_frames)))
     assert all(len(chunk.frames) == geometry.num_frames(chunk.chunk) for chunk in chunks)
@@ -36,13 +46,13 @@ def test_a_clip_is_cut_into_chunks_and_its_tail_padded(num_latent_frames: int, n
 
 def test_a_reader_takes_no_more_frames_than_asked():
     clip, inbox = random_clip(20), queue.SimpleQueue()
-    *chunks, _ = arrivals(ChunkReader(0, ArrayReader(clip), ChunkGeometry(1), 7, 2, inbox), inbox)
+    *chunks, _ = arrivals(ChunkReader(0, ArrayReader(clip), half, ChunkGeometry(1), 7, 2, inbox), inbox)
     assert [chunk.num_frames for chunk in chunks] == [1, 4, 2]
 
 
 def test_a_reader_stays_a_bounded_number_of_chunks_ahead():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    reader = ChunkReader(0, ArrayReader(random_clip(100)), ChunkGeometry(1), None, 3, inbox)
+    reader = ChunkReader(0, ArrayReader(random_clip(100)), half, ChunkGeometry(1), None, 3, inbox)
     reader.start()
     time.sleep(0.2)
     assert inbox.qsize() == 3
@@ -60,7 +70,7 @@ class BrokenReader(ArrayReader):
 
 def test_a_source_that_breaks_off_is_told_after_its_frames():
     inbox: queue.SimpleQueue = queue.SimpleQueue()
-    reader = ChunkReader(0, BrokenReader(random_clip(20)), ChunkGeometry(1), None, 2, inbox)
+    reader = ChunkReader(0, BrokenReader(random_clip(20)), half, ChunkGeometry(1), None, 2, inbox)
     *chunks, end = arrivals(reader, inbox)
     assert sum(chunk.num_frames for chunk in chunks) == 5
     assert str(end.error) == "the cable is out"
@@ -70,7 +80,9 @@ def test_a_broken_source_does_not_lose_what_it_gave():
     config = tiny_config()
     ring = MockRing(config, 2)
     writer = ArrayWriter()
-    ring.controller.open_session(0, 1, embed(config, "boats"), BrokenReader(random_clip(20)), writer)
+    ring.controller.open_session(
+        0, 1, PromptTimeline(embed(config, "boats")), BrokenReader(random_clip(20)), writer, half
+    )
     ring.run_engines()
     assert len(writer.frames) == 5
     assert "the cable is out" in str(ring.controller.errors[0])
@@ -85,7 +97,9 @@ class FullDisk(ArrayWriter):
 def test_a_writer_that_fails_ends_the_run(num_stages: int):
     config = tiny_config()
     ring = MockRing(config, num_stages)
-    ring.controller.open_session(0, 1, embed(config, "boats"), ArrayReader(random_clip(20)), FullDisk())
+    ring.controller.open_session(
+        0, 1, PromptTimeline(embed(config, "boats")), ArrayReader(random_clip(20)), FullDisk(), half
+    )
     with pytest.raises(StreamError, match="writing the output failed: no space left"):
         next(iter(plan for plan in ring.controller.plans() if feed_back(ring, plan)))
 

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import os
 import random
 import time
@@ -12,10 +13,11 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.module import LayerSpec
 
-from ds_stream.config import Config
+from ds_stream.config import Config, parse_config
+from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.core import Plan
 from ds_stream.engine.plans import MAX_EVENTS
-from rings import MockRing, Stream, geometry, make_controller, random_clip, reference_frames, tiny_config
+from rings import MockRing, Stream, embed, geometry, make_controller, random_clip, reference_frames, tiny_config
 
 # Every ring with every length, instead of every ring with two lengths: minutes instead of seconds.
 FULL_SWEEP = os.environ.get("DS_STREAM_FULL_SWEEP") == "1"
@@ -76,8 +78,67 @@ def test_chunk_sizes_starts_and_sink_positions(
     # Neither the first nor the last chunk is full.
     num_frames = geometry(config).first_frame(6) + 2
     stream = Stream(9, random_clip(num_frames) if from_video else None, num_frames)
-    (frames,) = MockRing(config, num_stages, from_video).run([stream])
+    (frames,) = MockRing(config, num_stages).run([stream])
     assert np.array_equal(frames, reference_frames(config, stream))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_everything_that_follows_the_content_at_once(num_stages: int):
+    """Noise by motion, adaptive sinks, source channels and a fading prompt: each decided once, obeyed everywhere."""
+    config = tiny_config(
+        model={"in_channels": 32},
+        noise={"steps": [700, 500, 200], "motion_aware": True},
+        context={
+            "lead": 1,
+            "num_window_latent_frames": 2,
+            "num_sink_latent_frames": 2,
+            "adaptive_sinks": True,
+            "adaptive_sink_threshold": 0.9,
+        },
+        batch={"max_rows": 3, "exact_rows": True},
+    )
+    clip = clip_of(8)
+    clip[10:20] //= 4
+    prompts, wanted = PromptTimeline(embed(config, "red boats"), blend_chunks=2), {}
+    prompts.change(3, embed(config, "harbour at night"))
+    copy = PromptTimeline(embed(config, "red boats"), blend_chunks=2)
+    copy.change(3, embed(config, "harbour at night"))
+    for chunk in range(8):
+        changed = copy.take(chunk)
+        wanted[chunk] = wanted[chunk - 1] if changed is None else changed
+    ring = MockRing(config, num_stages)
+    (frames,) = ring.run([Stream(5, clip, prompts=prompts)])
+    expected = reference_frames(config, Stream(5, clip), embedding_of=wanted.__getitem__)
+    assert np.array_equal(frames, expected)
+    # What was asked for changes the video at all.
+    for section, change in [("noise", {"motion_aware": False}), ("context", {"adaptive_sinks": False})]:
+        other = parse_config({"stream": json.loads(config.to_json())["stream"]})
+        other = other._with(section, **change)
+        assert not np.array_equal(reference_frames(other, Stream(5, clip), embedding_of=wanted.__getitem__), expected)
+
+
+def test_sources_do_not_outlive_their_chunk_and_a_stream_without_video_has_none():
+    """A model that takes the source's latents, run beside and after a stream that has no video."""
+    config = tiny_config(model={"in_channels": 32}, batch={"max_rows": 2})
+    with_video, without = Stream(5, clip_of(4)), Stream(6, None, num_frames=13)
+    ring = MockRing(config, 2)
+    sources = []
+
+    def plans(controller_plans: Iterator[Plan]) -> Iterator[Plan]:
+        for plan in controller_plans:
+            yield plan
+            sources.append({s: len(state.sources) for s, state in ring.engines[0]._sessions.items()})
+
+    inner = ring.controller.plans
+    ring.controller.plans = lambda: plans(inner())
+    together = ring.run([with_video, without])
+    for frames, stream in zip(together, (with_video, without), strict=True):
+        assert np.array_equal(frames, reference_frames(config, stream))
+    assert max(counts.get(0, 0) for counts in sources) > 1
+    assert all(counts.get(1, 0) == 0 for counts in sources)
+    assert [counts[0] for counts in sources if 0 in counts][-1] == 0
+    plain = reference_frames(tiny_config(), Stream(6, None, num_frames=13))
+    assert not np.array_equal(together[1], plain)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 6])
@@ -194,7 +255,9 @@ def test_every_chunk_can_have_a_prompt_of_its_own(num_stages: int):
     ring.controller.plans = lambda: plans(inner())
     ring.run_engines()
     assert admitted == names
-    assert np.array_equal(writer.frames, reference_frames(config, stream, prompt_of=lambda chunk: names[chunk]))
+    assert np.array_equal(
+        writer.frames, reference_frames(config, stream, embedding_of=lambda chunk: embed(config, names[chunk]))
+    )
     assert all(not engine._prompts for engine in ring.engines)
 
 

@@ -33,7 +33,7 @@ def test_a_message_that_was_never_sent_is_an_error():
 
 def test_plans_survive_their_encoding():
     events = (Event(EventKind.OPEN_SESSION, 3, 2**62), Event(EventKind.SET_PROMPT, 3, 7), Event(EventKind.STOP))
-    plan = Plan(10**12, (Row(3, 10**9, 2, 7), Row(0, 1, 0, 1)), events)
+    plan = Plan(10**12, (Row(3, 10**9, 2, 7), Row(0, 1, 0, 1, strength=0.1 + 0.2)), events)
     assert decode_plan(encode_plan(plan)) == plan
     assert decode_plan(encode_plan(Plan(0))) == Plan(0)
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ds_stream.model.cache import RollingCache
+from ds_stream.model.cache import CacheShape, RollingCache
 from ds_stream.model.rope import Rope, apply_rope
 from ds_stream.model.window import ContextWindow
 from rings import CPU
@@ -15,14 +15,14 @@ TOKENS = GRID[0] * GRID[1]
 ROPE = Rope(HEAD_DIM, *GRID, CPU)
 
 
-def make_cache(window: ContextWindow, sliding: bool) -> RollingCache:
-    return RollingCache(window, TOKENS, HEADS, HEAD_DIM, sliding, torch.float32, CPU)
+def make_cache(window: ContextWindow, sliding: bool, adaptive: float | None = None) -> RollingCache:
+    return RollingCache(CacheShape(window, TOKENS, HEADS, HEAD_DIM, sliding, adaptive), torch.float32, CPU)
 
 
 def update(cache: RollingCache, chunk: int, step: int, key: torch.Tensor, value: torch.Tensor):
     window = cache.window
     own = window.frames(chunk)
-    sinks = ROPE.angles(window.sliding_sink_position(chunk), window.num_sinks) if cache.sliding_sinks else None
+    sinks = ROPE.angles(window.sliding_sink_position(chunk), window.num_sinks) if cache.shape.sliding_sinks else None
     return cache.update(chunk, step, key, value, ROPE.angles(own.start, len(own)), sinks)
 
 

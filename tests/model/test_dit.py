@@ -7,11 +7,11 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
 from torch.nn import functional
 
-from ds_stream.config import StreamConfig
 from ds_stream.core import Row
 from ds_stream.model.attention import KeyValue
 from ds_stream.model.layers import RowBatch, RowContextFactory, latent_shape
 from ds_stream.model.pipeline import StageLayers, build_all_layers
+from ds_stream.settings import StreamConfig
 from rings import CPU, embed, tiny_config
 
 
@@ -78,7 +78,7 @@ def run_chunks(
     num_passes_before: int = 0,
 ) -> Tensor:
     """Flow of each chunk of ``latents`` ``[C, all frames, h, w]`` at pass ``step``, chunk after chunk."""
-    rows = RowContextFactory(config, False, [block.index for block in layers.blocks], CPU)
+    rows = RowContextFactory(config, [block.index for block in layers.blocks], CPU)
     caches, texts = rows.new_caches(), text_of(layers, embedding)
     size = config.context.num_latent_frames_per_chunk
     flows = []
@@ -140,7 +140,7 @@ def test_a_long_stream_does_not_feel_its_position():
     """Rotary positions are relative: 1,500 latent frames on, the same content gives the same flow."""
     config = tiny_config(context={"num_window_latent_frames": 3, "num_sink_latent_frames": 0}).stream
     layers = build_all_layers(config, CPU)
-    rows = RowContextFactory(config, False, [block.index for block in layers.blocks], CPU)
+    rows = RowContextFactory(config, [block.index for block in layers.blocks], CPU)
     texts = text_of(layers, embed(tiny_config(), "two red boats"))
     contents = [torch.randn(latent_shape(config)) for _ in range(3)]
     flows = []

@@ -70,7 +70,7 @@ def test_backlogged_throughput_is_what_the_formula_says(num_stages: int):
             planner.open(0)
             ticks = []
             while len(ticks) < num_chunks:
-                rows = planner.next_rows({0: 10 * num_chunks}, {0: 0})
+                rows = planner.next_rows({0: 10 * num_chunks})
                 ticks += [planner.tick for row in rows if row.step == num_passes - 1]
             skipped = num_chunks // 3
             rate = (num_chunks - 1 - skipped) / (ticks[-1] - ticks[skipped])
