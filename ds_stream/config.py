@@ -5,6 +5,7 @@ text names the key, the value and what to do.
 """
 
 import difflib
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,12 @@ DEEPSPEED_KEYS = (
 """Keys that go to DeepSpeed untouched. Training keys (optimizer, fp16, bf16, zero_optimization) have no use here."""
 
 
+CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "ds_configs"
+
+
+_NOT_IN_THE_PICTURE: Any = {"batch": True, "stages": True, "limits": True, "device": {"kind", "transport"}}
+
+
 class Config(Section):
     """The whole file, checked."""
 
@@ -36,6 +43,12 @@ class Config(Section):
     def to_json(self) -> str:
         """The resolved file: it can be loaded again and gives an equal config."""
         return json.dumps({**self.deepspeed, "stream": self.stream.model_dump(mode="json")}, indent=2)
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits of all settings that decide what the video shows; ranks, batches and limits do not."""
+        shown = self.stream.model_dump(mode="json", exclude=_NOT_IN_THE_PICTURE)
+        return hashlib.blake2b(json.dumps(shown, sort_keys=True).encode(), digest_size=6).hexdigest()
 
     def resolve(self, num_stages: int) -> "Config":
         """A copy whose partition is explicit for ``num_stages`` stages.
@@ -53,6 +66,26 @@ class Config(Section):
     def _with(self, section: str, **values: object) -> "Config":
         changed = getattr(self.stream, section).model_copy(update=values)
         return self.model_copy(update={"stream": self.stream.model_copy(update={section: changed})})
+
+
+def shipped_configs() -> list[Path]:
+    """The configs that come with the package."""
+    return sorted(CONFIG_FOLDER.glob("*.json"))
+
+
+def find_config(name: str) -> Path:
+    """The file that ``--config`` means: a path, or the name of a shipped config.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path = Path(name)
+    shipped = {config.stem: config for config in shipped_configs()}
+    if path.exists() or name not in shipped:
+        if not path.exists() and path.suffix != ".json":
+            raise ValueError(f"--config {name}: no such file, and no shipped config{_nearest(name, tuple(shipped))}")
+        return path
+    return shipped[name]
 
 
 def load_config(path: Path, overrides: tuple[str, ...] = ()) -> Config:

@@ -24,6 +24,9 @@ PATCH_SIZE = (1, 2, 2)
 PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH_SIZE[1]
 """Width and height of a video must be multiples of this many pixels."""
 
+DEFAULT_FRAME_RATE = Fraction(16)
+"""Frames per second of a video that has no source: what Wan was trained at."""
+
 MAX_ROWS = 64
 """Most rows that any launch can have."""
 

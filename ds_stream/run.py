@@ -28,7 +28,7 @@ from ds_stream.engine.failure import Watchdog
 from ds_stream.engine.groups import Placement, choose_placement, connect, init_process_groups
 from ds_stream.engine.links import LinkError
 from ds_stream.model.pipeline import StreamModule
-from ds_stream.model.text import HashedTextEncoder
+from ds_stream.model.weights.load import ModelWeights
 from ds_stream.schedule.planner import RingPlanner
 
 _SESSION = 0
@@ -39,7 +39,7 @@ _MIB = 2**20
 class StreamRequest:
     """What the first rank streams."""
 
-    prompt: str
+    prompts: PromptTimeline
     reader: FrameReader | None
     """The video, or ``None`` to generate ``num_frames`` frames from the prompt alone."""
     writer: FrameWriter
@@ -62,6 +62,7 @@ class RunResult:
 def run_rank(
     config: Config,
     info: RankInfo,
+    weights: ModelWeights,
     request: StreamRequest | None,
     interrupted: threading.Event | None = None,
 ) -> RunResult | None:
@@ -71,6 +72,7 @@ def run_rank(
 
     Args:
         config: resolved for the number of ranks; on the first rank with a seed.
+        weights: where the layers' weights come from.
         request: on the first rank, what to stream.
         interrupted: set when this process is about to end by a signal, which is no failure.
 
@@ -86,7 +88,7 @@ def run_rank(
         info, limits.timeout_s, limits.start_timeout_s, request.writer.abort if request else None, interrupted
     )
     with _end_all_ranks_on_failure(watchdog):
-        result = _Run(config, info, placement, request, watchdog).run()
+        result = _Run(config, info, placement, weights, request, watchdog).run()
     watchdog.close()
     dist.destroy_process_group()
     return result
@@ -100,6 +102,7 @@ class _Run:
         config: Config,
         info: RankInfo,
         placement: Placement,
+        weights: ModelWeights,
         request: StreamRequest | None,
         watchdog: Watchdog,
     ):
@@ -115,7 +118,7 @@ class _Run:
         self._controller = None if request is None else self._make_controller()
         self._collector = self._make_collector()
         self._engine = StreamEngine(
-            StreamModule(config.stream),
+            StreamModule(config.stream, weights, placement.device),
             config.stream,
             config.deepspeed,
             self._links.stage,
@@ -129,15 +132,14 @@ class _Run:
             self._engine.run()
             self._gather()
             return None
-        request, model = self._request, self._config.model
-        encoder = HashedTextEncoder(model.text_dim, model.num_text_tokens)
+        request = self._request
         seed = self._config.noise.seed
         assert seed is not None
         with self._progress_bar() as self._bar:
             metrics = self._controller.open_session(
                 _SESSION,
                 seed,
-                PromptTimeline(encoder.encode(request.prompt)),
+                request.prompts,
                 request.reader,
                 request.writer,
                 strength_rule(self._config.noise),
@@ -146,7 +148,7 @@ class _Run:
             self._engine.run(self._controller.plans())
         if self._collector is not None:
             self._collector.close()
-        stream = {"seed": seed, "prompt": request.prompt, "rows": dict(metrics.rows), **metrics.summary()}
+        stream = {"seed": seed, "rows": dict(metrics.rows), **metrics.summary()}
         return RunResult(stream, self._gather(), self._controller.errors.get(_SESSION))
 
     def _make_controller(self) -> StreamController:

@@ -25,8 +25,8 @@ from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.core import ChunkGeometry, Frames, Row, VideoInfo
 from ds_stream.engine.engine import StreamEngine
 from ds_stream.engine.links import Link, LoopbackChannel, StageLinks
-from ds_stream.model.pipeline import StreamModule
-from ds_stream.model.text import HashedTextEncoder
+from ds_stream.model.pipeline import StreamModule, open_weights
+from ds_stream.model.text.hashed import HashedTextEncoder
 from ds_stream.reference import Reference
 from ds_stream.schedule.planner import RingPlanner, num_message_buffers
 
@@ -191,7 +191,7 @@ class MockRing:
             is_last = rank == num_stages - 1
             self.engines.append(
                 StreamEngine(
-                    StreamModule(stream),
+                    StreamModule(stream, open_weights(stream)),
                     stream,
                     self.config.deepspeed,
                     links[rank],

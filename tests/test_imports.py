@@ -17,7 +17,9 @@ ORDER = [
     "controller",
     "media",
     "reference",
+    "memory",
     "run",
+    "cli",
     "app",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))

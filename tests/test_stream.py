@@ -116,11 +116,20 @@ def test_an_unset_seed_is_drawn_told_and_gives_the_same_file_again(tmp_path: Pat
     clip = write_clip(tmp_path / "clip.mp4", random_clip(6))
     first = Command(tmp_path, 2, "--input", str(clip))
     assert first.wait() == {}, first.said
-    drawn = first.said.split("seed ")[1].split(";")[0]
+    drawn = first.said.split("seed ")[1].split(",")[0]
     frames = read_clip(first.output)
+    with av.open(str(first.output)) as container:
+        comment = container.metadata["comment"]
+    digest = first.said.split("config ")[1].split(";")[0]
+    assert f"seed: {drawn}; config: {digest}" in comment
     second = Command(tmp_path, 2, "--input", str(clip), "--seed", drawn)
     assert second.wait() == {}, second.said
     assert np.array_equal(frames, read_clip(second.output))
+    # The whole file, not its pictures alone.
+    whole = first.output.read_bytes()
+    third = Command(tmp_path, 1, "--input", str(clip), "--seed", drawn)
+    assert third.wait() == {}, third.said
+    assert third.output.read_bytes() == whole
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import numpy as np
 from av.audio.frame import AudioFrame
 from numpy.typing import NDArray
 
-from ds_stream.core import Frames, VideoInfo
+from ds_stream.core import DEFAULT_FRAME_RATE, Frames, VideoInfo
 from ds_stream.media.writer import VideoWriter
 
-DEFAULT_FRAME_RATE = Fraction(16)
 _SAMPLE_RATE = 48_000
 
 Image = NDArray[np.float32]

@@ -9,35 +9,90 @@ import io
 from collections.abc import Sequence
 
 import torch
+from accelerate import init_empty_weights
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule
 from torch import nn
 
-from ds_stream.model.layers import BlockLayer, EmbedLayer, HeadLayer, RowBatch, torch_dtype
+from ds_stream.model.layers import BlockLayer, EmbedLayer, HeadLayer, RowBatch
+from ds_stream.model.light_vae import LightDecodeLayer, LightEncodeLayer
 from ds_stream.model.vae import DecodeLayer, EncodeLayer
-from ds_stream.model.weights import draw_random_weights
+from ds_stream.model.weights.checkpoint import Part
+from ds_stream.model.weights.load import ModelWeights, Shapes, shapes_of
 from ds_stream.settings import StreamConfig
 
+CPU = torch.device("cpu")
 
-def layer_specs(config: StreamConfig) -> list[LayerSpec]:
+
+class StreamLayerSpec(LayerSpec):
+    """A layer that is built without weights; :class:`FilledLayerSpec` gives it some."""
+
+    def build(self, log: bool = False) -> nn.Module:
+        with init_empty_weights(include_buffers=False):
+            return super().build(log)
+
+
+class FilledLayerSpec(LayerSpec):
+    """A layer that gets its weights the moment it is built, so that a stage never holds more than its own.
+
+    Args:
+        spec: the layer.
+        index: its place in the model.
+    """
+
+    def __init__(self, spec: StreamLayerSpec, index: int, weights: ModelWeights, device: torch.device):
+        super().__init__(spec.typename, *spec.module_args, **spec.module_kwargs)
+        self._spec = spec
+        self._index = index
+        self._weights = weights
+        self._device = device
+
+    def build(self, log: bool = False) -> nn.Module:
+        layer = self._spec.build(log)
+        self._weights.fill(layer, self._index, self._device)
+        return layer
+
+
+def layer_specs(config: StreamConfig) -> list[StreamLayerSpec]:
     """The whole model, not yet built."""
+    light, model = config.light_vae, config.model
+    vae, light_vae = _vae_specs(config), _light_specs(config)
     return [
-        LayerSpec(EncodeLayer, config.vae),
-        LayerSpec(EmbedLayer, config.model),
-        *(LayerSpec(BlockLayer, config.model, index) for index in range(config.model.num_layers)),
-        LayerSpec(HeadLayer, config.model),
-        LayerSpec(DecodeLayer, config.vae),
+        light_vae[0] if light.use == "both" else vae[0],
+        StreamLayerSpec(EmbedLayer, model),
+        *(StreamLayerSpec(BlockLayer, model, index) for index in range(model.num_layers)),
+        StreamLayerSpec(HeadLayer, model),
+        vae[1] if light.use == "no" else light_vae[1],
     ]
+
+
+def open_weights(config: StreamConfig) -> ModelWeights:
+    """Find and check the weights of every part, without reading them.
+
+    Raises:
+        ValueError: a file is missing, damaged, or does not fit ``config``.
+    """
+    return ModelWeights(config, part_shapes(config))
+
+
+def part_shapes(config: StreamConfig) -> dict[Part, Shapes]:
+    """What each part's checkpoint holds: for the VAEs both halves, even if one is not used."""
+    specs = {
+        Part.DIT: layer_specs(config)[1:-1],
+        Part.VAE: _vae_specs(config),
+        Part.LIGHT_VAE: _light_specs(config),
+    }
+    return {part: shapes_of([spec.build() for spec in of_part]) for part, of_part in specs.items()}
 
 
 class StageLayers:
     """The layers of one stage, by what they are for."""
 
     def __init__(self, layers: Sequence[nn.Module]):
-        self.encode = next((layer for layer in layers if isinstance(layer, EncodeLayer)), None)
+        self.encode = next((layer for layer in layers if isinstance(layer, EncodeLayer | LightEncodeLayer)), None)
         self.embed = next((layer for layer in layers if isinstance(layer, EmbedLayer)), None)
         self.blocks = [layer for layer in layers if isinstance(layer, BlockLayer)]
-        self.decode = next((layer for layer in layers if isinstance(layer, DecodeLayer)), None)
-        self.ring = [layer for layer in layers if not isinstance(layer, EncodeLayer | DecodeLayer)]
+        self.decode = next((layer for layer in layers if isinstance(layer, DecodeLayer | LightDecodeLayer)), None)
+        self.ring = [layer for layer in layers if layer is not self.encode and layer is not self.decode]
 
     def forward(self, batch: RowBatch, exact_rows: bool) -> RowBatch:
         """Run the ring's layers of this stage.
@@ -52,31 +107,23 @@ class StageLayers:
         return batch
 
 
-def finish_layer(layer: nn.Module, config: StreamConfig, layer_index: int) -> None:
-    """Give a freshly built layer its weights, cast and freeze it."""
-    draw_random_weights(layer, config.model.weights_seed, layer_index)
-    layer.eval().requires_grad_(False)
-    # Parameters alone: latents are fp32 whatever the weights are, and so are the buffers with their statistics.
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(torch_dtype(config))
-
-
 class StreamModule(PipelineModule):
-    """One stage of the model, cut at explicit boundaries. Builds no layer of another stage.
+    """One stage of the model, cut at explicit boundaries. Builds and loads no layer of another stage.
 
     Args:
         config: with a resolved ``stages.partition``, whose number of stages is the world size.
+        weights: as :func:`open_weights` found them for ``config``.
+        device: where the layers go.
     """
 
-    def __init__(self, config: StreamConfig):
+    def __init__(self, config: StreamConfig, weights: ModelWeights, device: torch.device = CPU):
         assert config.stages.partition != "auto", "resolve the config first"
         # Set before the parent's __init__, which partitions and builds.
         self.partition = list(config.stages.partition)
+        specs = [FilledLayerSpec(spec, index, weights, device) for index, spec in enumerate(layer_specs(config))]
         # The parent prints its layer table.
         with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(layer_specs(config), num_stages=len(self.partition) - 1)
-        for offset, layer in enumerate(self.forward_funcs):
-            finish_layer(layer, config, self._local_start + offset)
+            super().__init__(specs, num_stages=len(self.partition) - 1)
         self.layers = StageLayers(self.forward_funcs)
         exact_rows = config.batch.exact_rows
         self.exact_rows = next(self.parameters()).device.type == "cpu" if exact_rows == "auto" else exact_rows
@@ -97,8 +144,15 @@ class StreamModule(PipelineModule):
 
 def build_all_layers(config: StreamConfig, device: torch.device) -> StageLayers:
     """The whole model in one place, without DeepSpeed: for the oracle and for tests."""
-    layers = [spec.build() for spec in layer_specs(config)]
-    for index, layer in enumerate(layers):
-        finish_layer(layer, config, index)
-        layer.to(device)
-    return StageLayers(layers)
+    weights = open_weights(config)
+    specs = layer_specs(config)
+    return StageLayers([FilledLayerSpec(spec, index, weights, device).build() for index, spec in enumerate(specs)])
+
+
+def _vae_specs(config: StreamConfig) -> tuple[StreamLayerSpec, StreamLayerSpec]:
+    return StreamLayerSpec(EncodeLayer, config.vae), StreamLayerSpec(DecodeLayer, config.vae)
+
+
+def _light_specs(config: StreamConfig) -> tuple[StreamLayerSpec, StreamLayerSpec]:
+    sizes = (config.light_vae, config.vae)
+    return StreamLayerSpec(LightEncodeLayer, *sizes), StreamLayerSpec(LightDecodeLayer, *sizes)

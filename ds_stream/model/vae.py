@@ -35,9 +35,8 @@ class _VaeHalf(nn.Module):
 
     def __init__(self, config: VaeConfig):
         super().__init__()
-        shape = (config.z_dim, 1, 1, 1)
-        self.register_buffer("latent_mean", torch.tensor(config.latent_mean).view(shape), persistent=False)
-        self.register_buffer("latent_std", torch.tensor(config.latent_std).view(shape), persistent=False)
+        for name, values in latent_statistics(config).items():
+            self.register_buffer(name, values, persistent=False)
 
     def _count_convolutions(self, half: nn.Module) -> None:
         self._num_convolutions = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
@@ -120,3 +119,9 @@ class DecodeLayer(_VaeHalf):
             )
             state.num_latent_frames += 1
         return torch.cat(pieces, dim=1).float().clamp(-1, 1)
+
+
+def latent_statistics(config: VaeConfig) -> dict[str, Tensor]:
+    """Mean and standard deviation of each latent channel, ``[C, 1, 1, 1]``, as buffers of a layer."""
+    statistics = {"latent_mean": config.latent_mean, "latent_std": config.latent_std}
+    return {name: torch.tensor(values).view(-1, 1, 1, 1) for name, values in statistics.items()}

@@ -1,0 +1,35 @@
+"""Whether the stages fit where they are going to run."""
+
+import psutil
+import torch
+
+from ds_stream.core import RankInfo
+from ds_stream.model.memory_plan import StageMemory, check_fits, describe_plan, plan_memory
+from ds_stream.schedule.planner import num_message_buffers
+from ds_stream.settings import StreamConfig
+
+
+def print_memory_plan(config: StreamConfig) -> list[StageMemory]:
+    """Work the plan of all stages out, and print it."""
+    partition = config.stages.partition
+    assert partition != "auto", "resolve the config first"
+    num_buffers = num_message_buffers(len(partition) - 1, config.limits.max_queued_chunks)
+    exact_rows = _num_gpus(config) == 0 if config.batch.exact_rows == "auto" else config.batch.exact_rows
+    plan = plan_memory(config, exact_rows, num_buffers)
+    print(describe_plan(plan, partition), flush=True)
+    return plan
+
+
+def check_memory(plan: list[StageMemory], config: StreamConfig, info: RankInfo) -> None:
+    """Raise :class:`ValueError` if this machine's stages do not fit its memory, saying which setting to lower."""
+    # Ranks are numbered machine by machine, and the first machine is this one.
+    here = plan[: info.num_local_ranks] if info.num_ranks > 1 else plan
+    num_gpus = _num_gpus(config)
+    if num_gpus == 0:
+        check_fits(here, psutil.virtual_memory().available, "this machine")
+    for gpu in range(num_gpus):
+        check_fits(here[gpu::num_gpus], torch.cuda.mem_get_info(gpu)[0], f"GPU {gpu}")
+
+
+def _num_gpus(config: StreamConfig) -> int:
+    return torch.cuda.device_count() if config.device.kind != "cpu" else 0

@@ -1,0 +1,136 @@
+"""What each stage will hold in memory, worked out from the config before anything is loaded.
+
+Weights and caches are exact; activations and the VAE's working memory are estimates.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME, PIXELS_PER_LATENT
+from ds_stream.model.layers import BlockLayer, cache_shape, latent_shape, torch_dtype
+from ds_stream.model.pipeline import layer_specs
+from ds_stream.model.weights.load import parameter_dtype
+from ds_stream.settings import StreamConfig
+
+MIB, GIB = 2**20, 2**30
+# Pictures of full size and width that the Wan VAE holds at its peak, and the light one. Measured: tests/results.
+_VAE_PICTURES, _LIGHT_VAE_PICTURES = 9.0, 4.0
+_PROMPTS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class StageMemory:
+    """Bytes of one stage, while one session streams."""
+
+    weights: float
+    cache: float
+    """Rolling caches of one session."""
+    activations: float
+    """Of the largest batch, and the messages between stages. An estimate."""
+    vae: float
+    """Working memory of encoding or decoding, convolution caches included. An estimate."""
+    text: float
+    """Cross-attention keys/values of the prompt in force and the one that follows it."""
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def plan_memory(config: StreamConfig, exact_rows: bool, num_message_buffers: int) -> list[StageMemory]:
+    """The memory of every stage.
+
+    Args:
+        config: with a resolved partition.
+        exact_rows: whether a batch's rows run one after the other.
+        num_message_buffers: message buffers of a link.
+    """
+    partition = config.stages.partition
+    assert partition != "auto", "resolve the config first"
+    specs = layer_specs(config)
+    return [
+        _plan_stage(config, specs[start:stop], stage, exact_rows, num_message_buffers)
+        for stage, (start, stop) in enumerate(itertools.pairwise(partition))
+    ]
+
+
+def _plan_stage(
+    config: StreamConfig, specs: Sequence, stage: int, exact_rows: bool, num_message_buffers: int
+) -> StageMemory:
+    dtype, model = torch_dtype(config), config.model
+    layers = [spec.build() for spec in specs]
+    num_stages = len(config.stages.partition) - 1
+    num_blocks = sum(isinstance(layer, BlockLayer) for layer in layers)
+    _, num_frames, height, width = latent_shape(config)
+    num_tokens = num_frames * height * width // 4
+
+    # A block's widest moment: its hidden states several times, some in fp32, and the feed-forward's hidden channels.
+    rows_at_once = 1 if exact_rows else config.batch.max_rows
+    block = rows_at_once * num_tokens * (10 * model.dim + 2 * model.ffn_dim) * dtype.itemsize
+    message = config.batch.max_rows * (
+        latent_shape(config)[0] * num_tokens * 4 * 4 + (num_tokens + 7) * model.dim * dtype.itemsize
+    )
+    num_links = (stage > 0) + (stage < num_stages - 1)
+    has_vae = stage == 0 or stage == num_stages - 1
+    return StageMemory(
+        weights=sum(
+            parameter.numel() * parameter_dtype(layer, name, dtype).itemsize
+            for layer in layers
+            for name, parameter in layer.named_parameters()
+        ),
+        cache=num_blocks * cache_shape(config).num_elements() * dtype.itemsize,
+        activations=block + num_links * num_message_buffers * message,
+        vae=_vae_working_memory(config) if has_vae else 0,
+        text=_PROMPTS_IN_FLIGHT * model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize,
+    )
+
+
+def _vae_working_memory(config: StreamConfig) -> float:
+    light = config.light_vae
+    picture = PIXEL_FRAMES_PER_LATENT_FRAME * config.video.width * config.video.height * torch_dtype(config).itemsize
+    of_light = _LIGHT_VAE_PICTURES * max(light.encoder_width, light.decoder_widths[-1]) * picture
+    of_wan = _VAE_PICTURES * config.vae.base_dim * picture
+    # Where a latent is one picture element, deeper levels hold as much again in more channels.
+    of_wan += _VAE_PICTURES * config.vae.base_dim * config.vae.dim_mult[-1] * picture / PIXELS_PER_LATENT**2
+    return of_light if light.use == "both" else of_wan
+
+
+def describe_plan(plan: Sequence[StageMemory], partition: Sequence[int]) -> str:
+    """The plan as a table, in MiB."""
+    names = [field.name for field in fields(StageMemory)]
+    rows = [["stage", "layers", *names, "total"]]
+    for stage, memory in enumerate(plan):
+        amounts = [*(getattr(memory, name) for name in names), memory.total]
+        layers = f"{partition[stage]}-{partition[stage + 1] - 1}"
+        rows.append([str(stage), layers, *(f"{amount / MIB:,.1f}" for amount in amounts)])
+    totals = [sum(getattr(memory, name) for memory in plan) for name in names]
+    rows.append(["all", f"{partition[0]}-{partition[-1] - 1}", *(f"{x / MIB:,.1f}" for x in [*totals, sum(totals)])])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return "\n".join(["memory in MiB, one session (activations and vae are estimates):", *lines])
+
+
+def check_fits(plan: Sequence[StageMemory], available: float, where: str) -> None:
+    """Raise :class:`ValueError` if the stages that share one memory do not fit, naming what to lower.
+
+    Args:
+        plan: of those stages.
+        available: bytes.
+        where: that memory, in words.
+    """
+    needed = sum(memory.total for memory in plan)
+    if needed <= available:
+        return
+    remedies = {
+        "weights": "more GPUs, a smaller model or device.dtype bfloat16",
+        "cache": "context.num_window_latent_frames, num_sink_latent_frames or the video's size",
+        "activations": "batch.max_rows, context.num_latent_frames_per_chunk or the video's size",
+        "vae": 'the video\'s size, or light_vae.use "both"',
+        "text": "model.num_text_tokens",
+    }
+    largest = max(remedies, key=lambda name: sum(getattr(memory, name) for memory in plan))
+    raise ValueError(
+        f"{where} has {available / GIB:.1f} GiB free, but the stages on it need {needed / GIB:.1f} GiB, most of it "
+        f"{largest}; change stream settings: {remedies[largest]}"
+    )

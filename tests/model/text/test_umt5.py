@@ -1,0 +1,439 @@
+"""Both checkpoint layouts give the embeddings of a direct transformers call; damage is one clear error; the cache."""
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from ds_stream.model.text.cache import TextCache, encode_prompts, text_cache_key
+from ds_stream.model.text.umt5 import Umt5TextEncoder, clean_prompt
+from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
+
+CPU = torch.device("cpu")
+NUM_TOKENS = 12
+CONFIG = UMT5Config(
+    vocab_size=64,
+    d_model=16,
+    d_kv=8,
+    d_ff=24,
+    num_layers=2,
+    num_heads=2,
+    feed_forward_proj="gated-gelu",
+    dropout_rate=0.1,
+)
+PROMPTS = ["a cat", "dog on the cat", "", "dog"]
+
+
+def write_tokenizer(folder: Path) -> None:
+    pieces = ["a", "cat", "the", "dog", "sat", "on", *"bcdefghijklmnopqrstuvwxyz<&'"]
+    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0)]
+    vocabulary += [(piece, -2.0) for piece in pieces]
+    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def to_original_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The table of the Wan authors the other way round, written apart from the one under test."""
+    original = {
+        "token_embedding.weight": state["shared.weight"],
+        "norm.weight": state["encoder.final_layer_norm.weight"],
+    }
+    for block in range(CONFIG.num_layers):
+        old, new = f"encoder.block.{block}.layer", f"blocks.{block}"
+        for name in "qkvo":
+            original[f"{new}.attn.{name}.weight"] = state[f"{old}.0.SelfAttention.{name}.weight"]
+        bias = state[f"{old}.0.SelfAttention.relative_attention_bias.weight"]
+        original[f"{new}.pos_embedding.embedding.weight"] = bias
+        original[f"{new}.norm1.weight"] = state[f"{old}.0.layer_norm.weight"]
+        original[f"{new}.norm2.weight"] = state[f"{old}.1.layer_norm.weight"]
+        original[f"{new}.ffn.gate.0.weight"] = state[f"{old}.1.DenseReluDense.wi_0.weight"]
+        original[f"{new}.ffn.fc1.weight"] = state[f"{old}.1.DenseReluDense.wi_1.weight"]
+        original[f"{new}.ffn.fc2.weight"] = state[f"{old}.1.DenseReluDense.wo.weight"]
+    return {name: tensor.clone() for name, tensor in original.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> UMT5EncoderModel:
+    torch.manual_seed(0)
+    model = UMT5EncoderModel(CONFIG).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def written(model: UMT5EncoderModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with both layouts, in two subfolders."""
+    folder = tmp_path_factory.mktemp("umt5")
+    model.save_pretrained(folder / "diffusers/text_encoder")
+    write_tokenizer(folder / "diffusers/tokenizer")
+    write_tokenizer(folder / "original/google/umt5-xxl")
+    torch.save(to_original_names(model.state_dict()), folder / "original" / ORIGINAL_WEIGHTS)
+    return folder
+
+
+@pytest.fixture
+def diffusers(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written / "diffusers", tmp_path / "diffusers"))
+
+
+@pytest.fixture
+def original(written: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(written / "original", tmp_path / "original"))
+
+
+def encoder_of(folder: Path, num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float32) -> Umt5TextEncoder:
+    return Umt5TextEncoder(folder, num_tokens, CPU, dtype)
+
+
+@torch.no_grad()
+def direct_call(model: UMT5EncoderModel, tokenizer_folder: Path, prompt: str) -> Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    tokens = tokenizer(prompt, padding="max_length", max_length=NUM_TOKENS, truncation=True, return_tensors="pt")
+    output = model(tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state[0]
+    return output * tokens.attention_mask[0, :, None]
+
+
+def edit_original(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    state = torch.load(folder / ORIGINAL_WEIGHTS, weights_only=True)
+    edit(state)
+    torch.save(state, folder / ORIGINAL_WEIGHTS)
+
+
+def edit_diffusers(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "text_encoder/model.safetensors"
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    edit(state)
+    save_file(state, path, metadata={"format": "pt"})
+
+
+# Embeddings
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_embeddings_equal_a_direct_call(layout: str, written: Path, model: UMT5EncoderModel):
+    embeddings = encoder_of(written / layout).encode(PROMPTS)
+    assert len({tuple(embedding.flatten().tolist()) for embedding in embeddings}) == len(PROMPTS)
+    for prompt, embedding in zip(PROMPTS, embeddings, strict=True):
+        assert embedding.shape == (NUM_TOKENS, CONFIG.d_model)
+        assert embedding.dtype == torch.float32
+        assert torch.equal(embedding, direct_call(model, written / "diffusers/tokenizer", prompt))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts_agree_bit_for_bit(written: Path, dtype: torch.dtype):
+    ours, theirs = (encoder_of(written / layout, dtype=dtype).encode(PROMPTS) for layout in ("original", "diffusers"))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_prompt_does_not_depend_on_its_batch(written: Path):
+    encoder = encoder_of(written / "original")
+    together = encoder.encode(PROMPTS)
+    assert all(torch.equal(encoder.encode([p])[0], e) for p, e in zip(PROMPTS, together, strict=True))
+
+
+def test_positions_past_the_end_token_are_zero(written: Path):
+    encoder = encoder_of(written / "original")
+    two_words, empty = encoder.encode(["dog cat", ""])
+    # Two words of two pieces each (the space is one) and the end token.
+    assert (two_words[:5].abs().sum(1) > 0).all() and not two_words[5:].any()
+    assert empty[0].any() and not empty[1:].any()
+
+
+def test_a_long_prompt_is_cut_with_a_warning(written: Path):
+    encoder = encoder_of(written / "original", num_tokens=5)
+    with pytest.warns(UserWarning, match="prompt has 9 tokens; 4 are cut") as caught:
+        (embedding,) = encoder.encode(["dog cat dog cat"])
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert torch.equal(embedding, encoder.encode(["dog cat"])[0])
+
+
+def test_a_prompt_that_just_fits_does_not_warn(written: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        encoder_of(written / "original", num_tokens=5).encode(["dog cat"])
+
+
+@pytest.mark.parametrize(
+    ("raw", "clean"),
+    [
+        ("  a\n\tcat  ", "a cat"),
+        ("cat &amp; dog", "cat & dog"),
+        ("cat &amp;lt; dog", "cat < dog"),
+        ("a\u00a0cat &nbsp;", "a cat"),
+        ("sch\u00c3\u00b6n", "sch\u00f6n"),
+        ("\u2018cat\u2019", "'cat'"),
+        ("", ""),
+    ],
+)
+def test_prompts_are_cleaned(raw: str, clean: str, written: Path):
+    assert clean_prompt(raw) == clean
+    encoder = encoder_of(written / "original")
+    assert torch.equal(encoder.encode([raw])[0], encoder.encode([clean])[0])
+
+
+def test_sharded_weights(diffusers: Path, model: UMT5EncoderModel):
+    expected = encoder_of(diffusers).encode(["a cat"])[0]
+    shutil.rmtree(diffusers / "text_encoder")
+    model.save_pretrained(diffusers / "text_encoder", max_shard_size="5KB")
+    shards = sorted((diffusers / "text_encoder").glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert torch.equal(encoder_of(diffusers).encode(["a cat"])[0], expected)
+    shards[1].unlink()
+    with pytest.raises(ValueError, match=f"lacks text_encoder/{shards[1].name};"):
+        encoder_of(diffusers)
+
+
+def test_the_embedding_is_tied_even_where_the_config_denies_it(diffusers: Path, written: Path):
+    path = diffusers / "text_encoder/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+    assert torch.equal(*(encoder_of(folder).encode(["dog"])[0] for folder in (diffusers, written / "diffusers")))
+
+
+def test_release_and_encode_again(written: Path):
+    encoder = encoder_of(written / "original")
+    before = encoder.encode(["dog"])[0]
+    encoder.release()
+    assert torch.equal(encoder.encode(["dog"])[0], before)
+
+
+# Errors
+
+
+def test_missing_files_are_named(original: Path, diffusers: Path, tmp_path: Path):
+    (original / ORIGINAL_WEIGHTS).unlink()
+    with pytest.raises(ValueError, match=f"original Wan layout lacks {ORIGINAL_WEIGHTS};"):
+        encoder_of(original)
+    (diffusers / "text_encoder/config.json").unlink()
+    shutil.rmtree(diffusers / "tokenizer")
+    with pytest.raises(ValueError, match=r"diffusers layout lacks text_encoder/config.json, tokenizer/tokenizer_co"):
+        encoder_of(diffusers)
+    with pytest.raises(ValueError, match=r"nowhere holds no complete UMT5 .* lacks text_encoder/config.json, text_en"):
+        encoder_of(tmp_path / "nowhere")
+
+
+def test_arguments_out_of_range(written: Path):
+    with pytest.raises(ValueError, match="num_tokens of the text encoder is 0"):
+        encoder_of(written / "original", num_tokens=0)
+    with pytest.raises(ValueError, match=r"is torch.float16; give torch.bfloat16"):
+        encoder_of(written / "original", dtype=torch.float16)
+
+
+BIAS = "blocks.1.pos_embedding.embedding.weight"
+WI = "encoder.block.1.layer.1.DenseReluDense.wi_0.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.pop(BIAS), rf"(?s)enc-bf16\.pth .*1 missing: {BIAS}"),
+        (lambda s: s.pop("token_embedding.weight"), r"is no UMT5 encoder of Wan: it lacks token_embedding.weight"),
+        (lambda s: s.update(head=torch.zeros(2)), "1 unexpected: head"),
+        (lambda s: s.update({BIAS: torch.zeros(32, 3)}), rf"{BIAS} is \[32, 3\] but .* \[32, 2\]"),
+        (lambda s: s.update({"token_embedding.weight": torch.zeros(4)}), "it lacks token_embedding.weight"),
+        (
+            lambda s: s.update({f"extra.{i:02d}": torch.zeros(1) for i in range(12)}),
+            "12 unexpected: extra.00, .*, extra.09, and 2 more",
+        ),
+    ],
+)
+def test_original_weights_that_do_not_fit(original: Path, edit: Callable[[dict[str, Tensor]], object], message: str):
+    edit_original(original, edit)
+    with pytest.raises(ValueError, match=message):
+        encoder_of(original).encode(["dog"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda s: s.pop(WI), rf"(?s)text_encoder .*1 missing: {WI}"),
+        (lambda s: s.pop("shared.weight"), "1 missing: shared.weight"),
+        (lambda s: s.update(head=torch.zeros(2)), "1 unexpected: head"),
+        (lambda s: s.update({WI: torch.zeros(3, 16)}), r"wi_0.weight is \[3, 16\] but the config makes it \[24, 16\]"),
+    ],
+)
+def test_diffusers_weights_that_do_not_fit(diffusers: Path, edit: Callable[[dict[str, Tensor]], object], message: str):
+    edit_diffusers(diffusers, edit)
+    with pytest.raises(ValueError, match=message):
+        encoder_of(diffusers).encode(["dog"])
+
+
+class Code:
+    """Unpickles into a call that makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self.file,)
+
+
+def test_code_in_the_original_weights_does_not_run(original: Path, tmp_path: Path):
+    torch.save({"shared": Code(tmp_path / "ran")}, original / ORIGINAL_WEIGHTS)
+    with pytest.raises(ValueError, match=r"enc-bf16\.pth: it holds code"):
+        encoder_of(original).encode(["dog"])
+    assert not (tmp_path / "ran").exists()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, r"enc-bf16\.pth: not a PyTorch file, or not a whole one; fetch it again"),
+        (lambda path: path.write_bytes(b"garbage" * 100), "not a PyTorch file, or not a whole one"),
+        (lambda path: path.write_bytes(b""), "not a PyTorch file, or not a whole one"),
+    ],
+)
+def test_damaged_original_weights(original: Path, damage: Callable[[Path], object], message: str):
+    damage(original / ORIGINAL_WEIGHTS)
+    encoder = encoder_of(original)
+    with pytest.raises(ValueError, match=message):
+        encoder.encode(["dog"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("text_encoder/model.safetensors", "not a whole .safetensors file .*fetch it again"),
+        ("text_encoder/config.json", "config.json is damaged: .*download it again"),
+        ("tokenizer/tokenizer.json", "tokenizer does not load: .*download it again"),
+    ],
+)
+def test_truncated_diffusers_files(diffusers: Path, name: str, message: str):
+    truncate(diffusers / name)
+    with pytest.raises(ValueError, match=message):
+        encoder_of(diffusers).encode(["dog"])
+
+
+def test_damaged_index(diffusers: Path):
+    (diffusers / "text_encoder/model.safetensors").unlink()
+    (diffusers / "text_encoder/model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"index\.json is damaged"):
+        encoder_of(diffusers)
+
+
+def test_a_tokenizer_of_other_weights(original: Path):
+    edit_original(original, lambda s: s.update({"token_embedding.weight": torch.zeros(5, CONFIG.d_model)}))
+    with pytest.raises(ValueError, match="but the weights beside it know 5"):
+        encoder_of(original).encode(["dog"])
+
+
+# Fingerprint and cache
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_fingerprint_follows_the_contents_and_not_the_place(layout: str, written: Path, tmp_path: Path):
+    before = encoder_of(written / layout).fingerprint
+    assert len(before) == 32 and int(before, 16)
+    copy = Path(shutil.copytree(written / layout, tmp_path / "copy"))
+    assert encoder_of(copy).fingerprint == before
+    assert encoder_of(copy, dtype=torch.bfloat16).fingerprint != before
+    tokenizer = copy / ("tokenizer" if layout == "diffusers" else "google/umt5-xxl") / "tokenizer_config.json"
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    other_tokenizer = encoder_of(copy).fingerprint
+    weights = copy / ("text_encoder/model.safetensors" if layout == "diffusers" else ORIGINAL_WEIGHTS)
+    contents = bytearray(weights.read_bytes())
+    contents[-1] ^= 1
+    weights.write_bytes(contents)
+    assert len({before, other_tokenizer, encoder_of(copy).fingerprint}) == 3
+
+
+def test_key_depends_on_every_part():
+    parts = [("f", "ab", 12), ("fa", "b", 12), ("f", "ab1", 2), ("f", "ab", 13), ("g", "ab", 12)]
+    assert len({text_cache_key(*part) for part in parts}) == len(parts)
+
+
+@pytest.fixture
+def encoded_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of prompts in each call of the encoder, as a list that grows."""
+    counts: list[int] = []
+    encode = Umt5TextEncoder.encode
+
+    def counted(encoder: Umt5TextEncoder, prompts: list[str]) -> list[Tensor]:
+        counts.append(len(prompts))
+        return encode(encoder, prompts)
+
+    monkeypatch.setattr(Umt5TextEncoder, "encode", counted)
+    return counts
+
+
+def test_cache_encodes_only_what_it_lacks(written: Path, tmp_path: Path, encoded_counts: list[int]):
+    cache = TextCache(tmp_path / "cache")
+    first = encode_prompts(encoder_of(written / "original"), cache, ["dog", "cat", " dog "])
+    again = encode_prompts(encoder_of(written / "original"), cache, ["cat", "dog"])
+    assert encoded_counts == [2]
+    more = encode_prompts(encoder_of(written / "original"), cache, ["on", "cat"])
+    assert encoded_counts == [2, 1]
+    assert torch.equal(first[0], again[1]) and torch.equal(first[1], again[0]) and torch.equal(first[0], first[2])
+    assert torch.equal(more[1], first[1]) and not torch.equal(more[0], first[0])
+    assert torch.equal(first[0], encoder_of(written / "original").encode(["dog"])[0])
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"] * 3
+
+
+def test_no_cache_and_no_prompts(written: Path, encoded_counts: list[int]):
+    encoder = encoder_of(written / "original")
+    assert encode_prompts(encoder, None, []) == []
+    assert encoded_counts == []
+    assert torch.equal(encode_prompts(encoder, None, ["dog"])[0], encoder.encode(["dog"])[0])
+
+
+def test_other_positions_and_other_weights_miss(
+    original: Path, diffusers: Path, tmp_path: Path, encoded_counts: list[int]
+):
+    cache = TextCache(tmp_path / "cache")
+    for encoder in (encoder_of(original), encoder_of(original, num_tokens=6), encoder_of(diffusers)):
+        (embedding,) = encode_prompts(encoder, cache, ["dog"])
+        assert len(embedding) == encoder.num_tokens
+    edit_original(original, lambda s: s["norm.weight"].mul_(2))
+    encode_prompts(encoder_of(original), cache, ["dog"])
+    assert encoded_counts == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncate, "cannot be read and is ignored"),
+        (lambda path: path.write_bytes(b""), "cannot be read and is ignored"),
+        (lambda path: save_file({"other": torch.zeros(2)}, path), "holds no embedding"),
+    ],
+)
+def test_a_damaged_entry_is_computed_again(
+    written: Path, tmp_path: Path, damage: Callable[[Path], object], message: str, encoded_counts: list[int]
+):
+    cache = TextCache(tmp_path / "cache")
+    encoder = encoder_of(written / "original")
+    (expected,) = encode_prompts(encoder, cache, ["dog"])
+    (entry,) = (tmp_path / "cache").iterdir()
+    damage(entry)
+    with pytest.warns(UserWarning, match=message):
+        assert torch.equal(encode_prompts(encoder, cache, ["dog"])[0], expected)
+    encode_prompts(encoder, cache, ["dog"])
+    assert encoded_counts == [1, 1]
+
+
+def test_an_unwritable_folder_is_a_warning(written: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    encoder = encoder_of(written / "original")
+    # Not by permissions, which root passes over: a file is where the folder should be.
+    with pytest.warns(UserWarning, match="is not cached in") as caught:
+        (embedding,) = encode_prompts(encoder, TextCache(tmp_path / "file"), ["dog"])
+    assert len(caught) == 2 and "cannot be read and is ignored" in str(caught[0].message)
+    assert torch.equal(embedding, encoder.encode(["dog"])[0])
