@@ -3,16 +3,16 @@
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor
-from torch.nn import functional
 
 from ds_stream.core import Row
 from ds_stream.model.attention import KeyValue
 from ds_stream.model.layers import RowBatch, RowContextFactory, latent_shape
 from ds_stream.model.pipeline import StageLayers, build_all_layers
 from ds_stream.settings import StreamConfig
+from published import original_dit, split
 from rings import CPU, embed, tiny_config
+from wan_by_hand import block_causal
 
 
 def dense_model(layers: StageLayers, config: StreamConfig) -> WanTransformer3DModel:
@@ -34,32 +34,6 @@ def dense_model(layers: StageLayers, config: StreamConfig) -> WanTransformer3DMo
         weights |= {f"blocks.{block.index}.{name}": value for name, value in block.block.state_dict().items()}
     dense.load_state_dict(weights, strict=True)
     return dense
-
-
-class BlockCausal:
-    """Diffusers' self-attention with a mask: a token sees its own chunk and the earlier ones."""
-
-    def __init__(self, tokens_per_chunk: int):
-        self.tokens_per_chunk = tokens_per_chunk
-
-    def __call__(self, attn: WanAttention, hidden: Tensor, _text, _mask, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        def heads(linear: torch.nn.Module, norm: torch.nn.Module | None) -> Tensor:
-            x = linear(hidden) if norm is None else norm(linear(hidden))
-            return x.unflatten(2, (attn.heads, -1))
-
-        def rotate(x: Tensor) -> Tensor:
-            cos, sin = rotary[0][..., 0::2], rotary[1][..., 1::2]
-            turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
-            return torch.view_as_real(turned).flatten(-2)
-
-        query, key = rotate(heads(attn.to_q, attn.norm_q)), rotate(heads(attn.to_k, attn.norm_k))
-        value = heads(attn.to_v, None)
-        chunk = torch.arange(hidden.shape[1]) // self.tokens_per_chunk
-        mask = chunk[:, None] >= chunk[None, :]
-        out = functional.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask
-        )
-        return attn.to_out[0](out.transpose(1, 2).flatten(2))
 
 
 def text_of(layers: StageLayers, embedding: Tensor) -> dict[int, KeyValue]:
@@ -128,11 +102,33 @@ def test_dense_equals_cached(frames_per_chunk: int, num_chunks: int, num_sinks: 
     embedding = embed(tiny_config(), "two red boats")
     # The denoising passes run too: what they leave in the cache must not be seen.
     ours = run_chunks(config, layers, latents, embedding, step=2, num_passes_before=2)
-    dense = dense_model(layers, config)
-    for block in dense.blocks:
-        block.attn1.set_processor(BlockCausal(frames_per_chunk * height * width // 4))
-    theirs = dense(latents[None], torch.tensor([0.0]), embedding[None]).sample[0]
+    weights, heads = original_dit(split(layers)[0]), config.model.num_heads
+    theirs = block_causal(weights, heads, latents, 0.0, embedding, frames_per_chunk)
     assert (ours - theirs).abs().max() < 1e-5
+    assert theirs.abs().mean() > 0.1
+
+
+@torch.no_grad()
+def test_layers_of_the_real_size_equal_diffusers_and_the_formulas():
+    """Two blocks of T2V-1.3B on few tokens: all at once as diffusers, and causal in exact mode as by hand."""
+    size = {"num_layers": 2, "num_heads": 12, "head_dim": 128, "ffn_dim": 8960, "freq_dim": 256}
+    context = {"num_latent_frames_per_chunk": 3, "num_window_latent_frames": 9, "num_sink_latent_frames": 0}
+    config = tiny_config(
+        model={**size, "text_dim": 64},
+        noise={"steps": [1000, 500], "context_pass": True},
+        context={**context, "lead": 2},
+    )
+    embedding = embed(config, "two red boats")
+    layers = build_all_layers(config.stream, CPU)
+    channels, _, height, width = latent_shape(config.stream)
+    latents = torch.randn(channels, 6, height, width)
+    theirs = dense_model(layers, config.stream)(latents[None, :, :3], torch.tensor([500.0]), embedding[None]).sample[0]
+    ours = run_chunks(config.stream, layers, latents[:, :3], embedding, step=1)
+    assert (ours - theirs).abs().max() < 1e-4
+    assert theirs.abs().mean() > 0.1
+    ours = run_chunks(config.stream, layers, latents, embedding, step=2, num_passes_before=2)
+    theirs = block_causal(original_dit(split(layers)[0]), 12, latents, 0.0, embedding, 3)
+    assert (ours - theirs).abs().max() < 1e-4
 
 
 @torch.no_grad()

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-import wan_by_hand as wan
 from torch import Tensor
+
+import wan_by_hand as wan
 
 HEADS = 2
 CHANNELS = 3

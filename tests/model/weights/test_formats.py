@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
+from ds_stream.config import Config
+from ds_stream.model.pipeline import build_all_layers, open_weights
+from ds_stream.model.weights.tensor_files import open_tensors
 from published import (
     State,
     config_with,
@@ -19,11 +24,6 @@ from published import (
     write_original,
     write_sharded,
 )
-from safetensors.torch import save_file
-
-from ds_stream.config import Config
-from ds_stream.model.pipeline import build_all_layers, open_weights
-from ds_stream.model.weights.tensor_files import open_tensors
 from rings import CPU
 
 CONFIG = config_with()

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from published import config_with, original_dit_name, split, states_of
 from safetensors.torch import save_file
 
 from ds_stream.model.pipeline import build_all_layers, open_weights
+from published import config_with, original_dit_name, split, states_of
 from rings import CPU
 
 CONFIG = config_with()
