@@ -185,13 +185,14 @@ class MockRing:
         self.controller = source or make_controller(self.config, num_stages)
         stream = self.config.stream
         links = _loopback_links(num_stages, num_message_buffers(num_stages, stream.limits.max_queued_chunks))
+        weights = open_weights(stream)
         self.engines = []
         for rank in range(num_stages):
             _enter_fake_group(rank, num_stages)
             is_last = rank == num_stages - 1
             self.engines.append(
                 StreamEngine(
-                    StreamModule(stream, open_weights(stream)),
+                    StreamModule(stream, weights),
                     stream,
                     self.config.deepspeed,
                     links[rank],
@@ -221,8 +222,10 @@ class MockRing:
         threads = [threading.Thread(target=run, args=(engine,), daemon=True) for engine in self.engines]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(LOOPBACK_TIMEOUT_S)
+        deadline = time.monotonic() + LOOPBACK_TIMEOUT_S
+        # A stage that failed leaves the others waiting.
+        while any(thread.is_alive() for thread in threads) and not errors and time.monotonic() < deadline:
+            time.sleep(0.002)
         if errors:
             raise errors[0]
         assert not any(thread.is_alive() for thread in threads), "a stage hangs"

@@ -1,7 +1,9 @@
 """What a session's stream achieved, measured where the user stands: at the controller."""
 
+import itertools
 import statistics
 from collections import Counter, deque
+from typing import Any
 
 _LONGEST_HISTORY = 100_000
 
@@ -23,6 +25,7 @@ class SessionMetrics:
         """Rows of the latest launch."""
         self._accepted_at: dict[int, float] = {}
         self._latencies_s: deque[float] = deque(maxlen=_LONGEST_HISTORY)
+        self._intervals_s: deque[float] = deque(maxlen=_LONGEST_HISTORY)
         self._first_accepted_at: float | None = None
         self._first_delivered_at: float | None = None
         self._last_delivered_at: float | None = None
@@ -44,6 +47,8 @@ class SessionMetrics:
         self._latencies_s.append(at - self._accepted_at.pop(chunk))
         self.num_frames += num_frames
         self.num_chunks += 1
+        if self._last_delivered_at is not None:
+            self._intervals_s.append(at - self._last_delivered_at)
         self._last_delivered_at = at
         if self._first_delivered_at is None:
             self._first_delivered_at = at
@@ -54,13 +59,15 @@ class SessionMetrics:
         """Latency of the chunk that came back last."""
         return 1000 * self._latencies_s[-1] if self._latencies_s else None
 
-    def summary(self) -> dict[str, float | int | None]:
+    def summary(self) -> dict[str, Any]:
         """Figures of the whole stream; ``None`` where too little ran to tell.
 
         ``frames_per_second`` counts from the first chunk accepted to the last one delivered, VAE, transfers and the
         filling of the ring included; ``frames_per_second_after_first_chunk`` leaves out the first chunk and the time
-        to it.
+        to it. A chunk's interval is the time from the delivery of the chunk before it to its own;
+        ``chunk_interval_ms_by_quarter`` has the median of each quarter of the stream, first to last.
         """
+        intervals_ms = [1000 * interval for interval in self._intervals_s]
         latencies_ms = sorted(1000 * latency for latency in self._latencies_s)
         whole = _seconds(self._first_accepted_at, self._last_delivered_at)
         to_first = _seconds(self._first_accepted_at, self._first_delivered_at)
@@ -76,7 +83,17 @@ class SessionMetrics:
             "chunk_latency_ms_p50": statistics.median(latencies_ms) if latencies_ms else None,
             "chunk_latency_ms_p95": _percentile(latencies_ms, 0.95),
             "chunk_latency_ms_max": latencies_ms[-1] if latencies_ms else None,
+            "chunk_interval_ms_p50": statistics.median(intervals_ms) if intervals_ms else None,
+            "chunk_interval_ms_p95": _percentile(sorted(intervals_ms), 0.95),
+            "chunk_interval_ms_by_quarter": _medians_by_quarter(intervals_ms),
         }
+
+
+def _medians_by_quarter(values: list[float]) -> list[float] | None:
+    if len(values) < 4:
+        return None
+    bounds = [len(values) * quarter // 4 for quarter in range(5)]
+    return [statistics.median(values[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def _percentile(ordered: list[float], share: float) -> float | None:

@@ -141,3 +141,15 @@ def test_figures_worked_out_by_hand():
     assert figures["ttff_ms"] == 1000
     assert figures["chunk_latency_ms_p50"] == 1500
     assert figures["chunk_latency_ms_max"] == 4000
+    assert figures["chunk_interval_ms_p50"] == 2000
+    assert figures["chunk_interval_ms_by_quarter"] is None
+
+
+def test_intervals_by_quarter_of_the_stream():
+    metrics = SessionMetrics()
+    at = 0.0
+    for chunk, interval in enumerate([0.0, *[1.0] * 2, *[2.0] * 2, *[3.0] * 2, *[4.0] * 2]):
+        at += interval
+        metrics.accepted(chunk, at)
+        metrics.delivered(chunk, 4, at)
+    assert metrics.summary()["chunk_interval_ms_by_quarter"] == [1000, 2000, 3000, 4000]

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.pipe.module import LayerSpec
 
 from ds_stream.config import Config, parse_config
 from ds_stream.controller.prompts import PromptTimeline
 from ds_stream.core import Plan
 from ds_stream.engine.plans import MAX_EVENTS
+from ds_stream.model.pipeline import FilledLayerSpec
 from rings import MockRing, Stream, embed, geometry, make_controller, random_clip, reference_frames, tiny_config
 
 # Every ring with every length, instead of every ring with two lengths: minutes instead of seconds.
@@ -283,8 +283,8 @@ def test_output_i_belongs_to_input_i(num_chunks: int, monkeypatch: pytest.Monkey
         "forward",
         lambda self, batch: RowBatch(batch.rows, batch.latents_RCNhw, flow_RCNhw=0 * batch.latents_RCNhw),
     )
-    monkeypatch.setattr(NoiseSchedule, "start", lambda self, noise, video: video)
-    monkeypatch.setattr(NoiseSchedule, "step", lambda self, latents, flow, step, noise: latents)
+    monkeypatch.setattr(NoiseSchedule, "start", lambda self, noise, video, strength: video)
+    monkeypatch.setattr(NoiseSchedule, "step", lambda self, latents, *rest: latents)
     config = config_of(0, False, 2)
     clip = clip_of(num_chunks)
     (frames,) = MockRing(config, 3).run([Stream(5, clip)])
@@ -304,10 +304,10 @@ def test_output_i_belongs_to_input_i(num_chunks: int, monkeypatch: pytest.Monkey
 
 def test_parameters_of_the_stages_add_up_and_none_is_built_twice(monkeypatch: pytest.MonkeyPatch):
     config = tiny_config()
-    built: list[LayerSpec] = []
-    build = LayerSpec.build
+    built: list[FilledLayerSpec] = []
+    build = FilledLayerSpec.build
     monkeypatch.setattr(
-        LayerSpec, "build", lambda spec, *rest, **options: built.append(spec) or build(spec, *rest, **options)
+        FilledLayerSpec, "build", lambda spec, *rest, **options: built.append(spec) or build(spec, *rest, **options)
     )
     for num_stages in (1, 2, 3, 4, 5):
         built.clear()

@@ -174,8 +174,9 @@ def _models_in(content: Any, prefix: str = "") -> dict[str, dict[str, Tensor]]:
 
 
 def _weights_in(folder: Path) -> Path:
-    """The index or the only safetensors file of a folder."""
-    for found in (sorted(folder.glob(f"*{_INDEX_SUFFIX}")), sorted(folder.glob("*.safetensors"))):
+    """The index, the file by its usual name, or the only safetensors file of a folder."""
+    patterns = (f"*{_INDEX_SUFFIX}", "diffusion_pytorch_model.safetensors", "*.safetensors")
+    for found in (sorted(folder.glob(pattern)) for pattern in patterns):
         if len(found) == 1:
             return found[0]
         if len(found) > 1:
