@@ -30,6 +30,7 @@ from ds_stream.core import (
 
 if TYPE_CHECKING:
     from ds_stream.controller.prompts import PromptTimeline
+    from ds_stream.model.memory_plan import StageMemory
     from ds_stream.run import RunResult
 
 _DEMO_CLIP = "ds_stream_demo_input.mp4"
@@ -52,7 +53,7 @@ def main(argv: list[str], default_config: Path) -> int:
             return 0
         if options.dry_run:
             if info.rank == 0:
-                _dry_run(config.resolve(options.num_stages or info.num_ranks), info)
+                _dry_run(options, config.resolve(options.num_stages or info.num_ranks), info)
             return 0
         return _stream(options, config.resolve(info.num_ranks), info)
     except (ValueError, StreamError) as error:
@@ -73,14 +74,14 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
         print(describe_schedule(num_stages, stream.noise.num_passes, stream.context.lead, stream.batch.max_rows))
 
 
-def _dry_run(config: Config, info: RankInfo) -> None:
+def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> None:
     """Everything that a run checks before it loads."""
     _choose_accelerator(config)
-    from ds_stream.memory import check_memory, print_memory_plan
+    from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
 
     open_weights(config.stream)
-    plan = print_memory_plan(config.stream)
+    plan = _plan_memory(options, config)
     try:
         check_memory(plan, config.stream, info)
     except ValueError as error:
@@ -103,14 +104,14 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
     _choose_accelerator(config)
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
-    from ds_stream.memory import check_memory, print_memory_plan
+    from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
     from ds_stream.run import StreamRequest, run_rank
 
     weights = open_weights(config.stream)
     request = None
     if writer is not None:
-        check_memory(print_memory_plan(config.stream), config.stream, info)
+        check_memory(_plan_memory(options, config), config.stream, info)
         frame_rate = DEFAULT_FRAME_RATE if reader is None else reader.info.frame_rate
         prompts = _make_timeline(options, config, info, frame_rate)
         request = StreamRequest(prompts, reader, writer, options.num_frames)
@@ -129,6 +130,17 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         print(f"ds_stream: {result.input_error}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _plan_memory(options: argparse.Namespace, config: Config) -> "list[StageMemory]":
+    """Print what each stage will hold, and the text encoder before them, whose files are looked for."""
+    from ds_stream.memory import print_memory_plan
+    from ds_stream.model.text.encode import read_embedding, text_encoder_bytes
+
+    if options.prompt_embeds is None:
+        return print_memory_plan(config.stream, text_encoder_bytes(config.stream))
+    read_embedding(options.prompt_embeds, config.stream)
+    return print_memory_plan(config.stream, 0)
 
 
 def _make_timeline(

@@ -4,19 +4,28 @@ import psutil
 import torch
 
 from ds_stream.core import RankInfo
-from ds_stream.model.memory_plan import StageMemory, check_fits, describe_plan, plan_memory
+from ds_stream.model.memory_plan import MIB, StageMemory, check_fits, describe_plan, plan_memory
 from ds_stream.schedule.planner import num_message_buffers
 from ds_stream.settings import StreamConfig
 
 
-def print_memory_plan(config: StreamConfig) -> list[StageMemory]:
-    """Work the plan of all stages out, and print it."""
+def print_memory_plan(config: StreamConfig, text_encoder_bytes: int) -> list[StageMemory]:
+    """Work the plan of all stages out, and print it.
+
+    Args:
+        text_encoder_bytes: what the text encoder takes on the first rank before the stages load.
+    """
     partition = config.stages.partition
     assert partition != "auto", "resolve the config first"
     num_buffers = num_message_buffers(len(partition) - 1, config.limits.max_queued_chunks)
     exact_rows = _num_gpus(config) == 0 if config.batch.exact_rows == "auto" else config.batch.exact_rows
     plan = plan_memory(config, exact_rows, num_buffers)
     print(describe_plan(plan, partition), flush=True)
+    if text_encoder_bytes:
+        size = f"{text_encoder_bytes / MIB:,.1f}"
+        print(
+            f"text encoder: {size} on the first rank, gone before the stages load; nothing if its cache has all prompts"
+        )
     return plan
 
 

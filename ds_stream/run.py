@@ -1,13 +1,13 @@
 """One rank's run: joins the ring, carries out its stage, and leaves in order or ends loudly."""
 
 import logging
-import resource
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -218,8 +218,7 @@ class _Run:
             "rows_per_forward": engine.num_rows_run / forwards if forwards else None,
             "forward_ms_mean": engine.forward_ms / forwards if forwards else None,
             "cache_mib": engine.peak_cache_bytes / _MIB,
-            # Linux counts it in KiB.
-            "peak_host_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            "peak_host_memory_mib": _peak_host_memory_kib() / 1024,
             "peak_gpu_memory_mib": gpu,
         }
 
@@ -234,6 +233,12 @@ class _Run:
     def _show_progress(self, metrics: SessionMetrics) -> None:
         self._bar.update(metrics.num_frames - self._bar.n)
         self._bar.set_postfix_str(f"rows {metrics.last_rows}, chunk latency {metrics.last_latency_ms or 0:.0f} ms")
+
+
+def _peak_host_memory_kib() -> int:
+    """Most memory that this process held. Not ``getrusage``, which counts what its parent held when it was started."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 
 
 @contextmanager

@@ -7,15 +7,20 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME, PIXELS_PER_LATENT
+from torch import nn
+
+from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME
 from ds_stream.model.layers import BlockLayer, cache_shape, latent_shape, torch_dtype
+from ds_stream.model.light_vae import LightDecodeLayer, LightEncodeLayer
 from ds_stream.model.pipeline import layer_specs
+from ds_stream.model.vae import DecodeLayer, EncodeLayer
 from ds_stream.model.weights.load import parameter_dtype
 from ds_stream.settings import StreamConfig
 
 MIB, GIB = 2**20, 2**30
-# Pictures of full size and width that the Wan VAE holds at its peak, and the light one. Measured: tests/results.
-_VAE_PICTURES, _LIGHT_VAE_PICTURES = 9.0, 4.0
+# Four frames of full size and width that a half of the Wan VAE holds at its peak: measured at 480x832 on an H200, see
+# tests/results. The light one: a level's input, the concatenation with its past, and its output.
+_ENCODE_PICTURES, _DECODE_PICTURES, _LIGHT_PICTURES = 10.0, 17.0, 4.0
 _PROMPTS_IN_FLIGHT = 2
 
 
@@ -72,7 +77,6 @@ def _plan_stage(
         latent_shape(config)[0] * num_tokens * 4 * 4 + (num_tokens + 7) * model.dim * dtype.itemsize
     )
     num_links = (stage > 0) + (stage < num_stages - 1)
-    has_vae = stage == 0 or stage == num_stages - 1
     return StageMemory(
         weights=sum(
             parameter.numel() * parameter_dtype(layer, name, dtype).itemsize
@@ -81,19 +85,22 @@ def _plan_stage(
         ),
         cache=num_blocks * cache_shape(config).num_elements() * dtype.itemsize,
         activations=block + num_links * num_message_buffers * message,
-        vae=_vae_working_memory(config) if has_vae else 0,
+        vae=max((_vae_working_memory(config, layer) for layer in layers), default=0.0),
         text=_PROMPTS_IN_FLIGHT * model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize,
     )
 
 
-def _vae_working_memory(config: StreamConfig) -> float:
-    light = config.light_vae
-    picture = PIXEL_FRAMES_PER_LATENT_FRAME * config.video.width * config.video.height * torch_dtype(config).itemsize
-    of_light = _LIGHT_VAE_PICTURES * max(light.encoder_width, light.decoder_widths[-1]) * picture
-    of_wan = _VAE_PICTURES * config.vae.base_dim * picture
-    # Where a latent is one picture element, deeper levels hold as much again in more channels.
-    of_wan += _VAE_PICTURES * config.vae.base_dim * config.vae.dim_mult[-1] * picture / PIXELS_PER_LATENT**2
-    return of_light if light.use == "both" else of_wan
+def _vae_working_memory(config: StreamConfig, layer: nn.Module) -> float:
+    """Of one half of a VAE, which works while the other does not; 0 for any other layer."""
+    pixels = PIXEL_FRAMES_PER_LATENT_FRAME * config.video.width * config.video.height
+    light, wan_width = config.light_vae, config.vae.base_dim
+    channels = {
+        EncodeLayer: _ENCODE_PICTURES * wan_width,
+        DecodeLayer: _DECODE_PICTURES * wan_width,
+        LightEncodeLayer: _LIGHT_PICTURES * light.encoder_width,
+        LightDecodeLayer: _LIGHT_PICTURES * light.decoder_widths[-1],
+    }
+    return channels.get(type(layer), 0.0) * pixels * torch_dtype(config).itemsize
 
 
 def describe_plan(plan: Sequence[StageMemory], partition: Sequence[int]) -> str:

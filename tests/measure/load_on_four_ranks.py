@@ -27,6 +27,8 @@ def peaks(folder: Path, *arguments: str) -> list[dict]:
     """Figures of each stage of a run."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(NUM_RANKS)]
     command = [*launcher, str(ROOT / "launch" / "stream.py"), "--output", str(folder / "out.mp4"), *arguments]
+    # Convolutions in bf16 take a CPU minutes.
+    command += ["--set", "stream.limits.timeout_s=900"]
     command += ["--report", str(folder / "report"), "--text-only", "--num-frames", "1"]
     done = subprocess.run(command, capture_output=True, text=True)
     print(done.stdout[-2000:], flush=True)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ds_stream.model.text.hashed import HashedTextEncoder
-from ds_stream.model.weights.locate import locate_text_encoder
+from ds_stream.model.weights.locate import TEXT_NAMES, locate_text_encoder
 from ds_stream.model.weights.tensor_files import open_tensors
 from ds_stream.settings import StreamConfig
 
@@ -43,6 +43,22 @@ def encode_all(config: StreamConfig, prompts: Sequence[str], device: torch.devic
                 f"{model.text_dim}; take both from one model"
             )
     return embeddings
+
+
+def text_encoder_bytes(config: StreamConfig) -> int:
+    """Memory that UMT5 takes in bf16 while prompts are encoded; 0 for the hashed encoder.
+
+    Raises:
+        ValueError: its files are missing or damaged.
+    """
+    folder = locate_text_encoder(config)
+    if folder is None:
+        return 0
+    paths = [folder / name for name in TEXT_NAMES if (folder / name).exists()]
+    if not paths:
+        raise ValueError(f"stream.text.encoder {folder} holds neither {' nor '.join(TEXT_NAMES)}; name another folder")
+    tensors = open_tensors(paths[0]).tensors.values()
+    return sum(info.num_bytes // info.dtype.itemsize * torch.bfloat16.itemsize for info in tensors)
 
 
 def read_embedding(path: Path, config: StreamConfig) -> Tensor:

@@ -8,7 +8,7 @@ from ds_stream.settings import StreamConfig
 RANDOM = "random"
 HASHED = "hashed"
 _VAE_NAMES = ("vae", "Wan2.1_VAE.pth")
-_TEXT_NAMES = ("text_encoder", "models_t5_umt5-xxl-enc-bf16.pth")
+TEXT_NAMES = ("text_encoder", "models_t5_umt5-xxl-enc-bf16.pth")
 
 
 def locate_weights(config: StreamConfig) -> dict[Part, Path | None]:
@@ -40,10 +40,10 @@ def locate_text_encoder(config: StreamConfig) -> Path | None:
         return _existing("text.encoder", encoder)
     roots = [_root(Path(path).expanduser()) for path in (config.model.weights, config.vae.weights) if path != "auto"]
     for root in roots:
-        if any((root / name).exists() for name in _TEXT_NAMES):
+        if any((root / name).exists() for name in TEXT_NAMES):
             return root
     raise ValueError(
-        f"stream.text.encoder is auto, but {' and '.join(map(str, roots))} hold neither {' nor '.join(_TEXT_NAMES)}; "
+        f"stream.text.encoder is auto, but {' and '.join(map(str, roots))} hold neither {' nor '.join(TEXT_NAMES)}; "
         "name the folder of Wan2.1-T2V (--set stream.text.encoder=FOLDER), or give --prompt-embeds"
     )
 
