@@ -24,7 +24,7 @@ def print_memory_plan(config: StreamConfig, text_encoder_bytes: int) -> list[Sta
     if text_encoder_bytes:
         size = f"{text_encoder_bytes / MIB:,.1f}"
         print(
-            f"text encoder: {size} on the first rank, gone before the stages load; nothing if its cache has all prompts"
+            f"text encoder: {size} on the first rank, gone before the stages load; none if its cache has the prompts"
         )
     return plan
 

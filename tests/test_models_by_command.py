@@ -13,9 +13,11 @@ from commands import Command, read_clip, write_clip
 from ds_stream.config import find_config, load_config
 from ds_stream.controller.prompts import blend_embeddings
 from ds_stream.model.pipeline import part_shapes
+from ds_stream.model.text.umt5 import Umt5TextEncoder
 from ds_stream.model.weights.checkpoint import Part
 from published import config_with, original_dit, original_dit_name, states_of, write_original
-from rings import Stream, embed, random_clip, reference_frames, tiny_config
+from rings import CPU, Stream, embed, random_clip, reference_frames, tiny_config
+from tiny_umt5 import make_umt5, write_umt5
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -60,6 +62,48 @@ def test_prompts_change_at_their_time_and_fade(tmp_path: Path):
     expected = reference_frames(config, Stream(3, read_clip(clip)), embedding_of=wanted.__getitem__)
     expected_file = write_clip(tmp_path / "expected.mp4", expected, Fraction(25))
     assert np.array_equal(read_clip(command.output), read_clip(expected_file))
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "original"])
+def test_umt5_encodes_on_one_rank_and_its_cache_spares_it_the_next_time(tmp_path: Path, layout: str):
+    model = make_umt5()
+    folder = write_umt5(tmp_path / "wan", model) / layout
+    config = tiny_config(
+        model={"text_dim": 16, "num_text_tokens": 12},
+        text={"encoder": str(folder), "cache_dir": str(tmp_path / "cache")},
+    )
+    (tmp_path / "config.json").write_text(config.to_json())
+    arguments = ["--text-only", "--num-frames", "6", "--seed", "3", "--prompt", "a  cat", "--prompt-at", "0.3=dog"]
+    first = Command(tmp_path, 2, *arguments)
+    assert first.wait() == {}, first.said
+    assert first.said.count("text encoder:") == 1
+    cat, dog = Umt5TextEncoder(folder, 12, CPU).encode(["a cat", "dog"])
+    wanted = [cat, cat, dog]
+    expected = reference_frames(config, Stream(3, None, 6), embedding_of=wanted.__getitem__)
+    assert np.array_equal(read_clip(first.output), read_clip(write_clip(tmp_path / "expected.mp4", expected)))
+    # With all prompts known, the model is not asked again.
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
+    whole = first.output.read_bytes()
+
+    def no_model(_rank: int) -> None:
+        Umt5TextEncoder.encode = None
+
+    second = Command(tmp_path, 2, *arguments, before=no_model)
+    assert second.wait() == {}, second.said
+    assert second.output.read_bytes() == whole
+
+
+def test_an_encoder_of_another_width_is_an_error(tmp_path: Path):
+    folder = write_umt5(tmp_path / "wan", make_umt5()) / "original"
+    settings = ["--set", f"stream.text.encoder={folder}", "--set", "stream.text.cache_dir=null"]
+    command = Command(tmp_path, 1, "--text-only", "--num-frames", "1", *settings)
+    assert command.wait() == {0: 2}
+    assert "gives 16 channels but stream.model.text_dim is 8" in command.said
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    command = Command(tmp_path, 1, "--text-only", "--num-frames", "1", "--set", f"stream.text.encoder={folder}")
+    assert command.wait() == {0: 2}
+    assert f"stream.text.encoder {folder} holds neither text_encoder nor models_t5" in command.said
 
 
 def test_synthetic_input(tmp_path: Path):

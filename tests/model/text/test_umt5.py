@@ -1,4 +1,4 @@
-"""Both checkpoint layouts give the embeddings of a direct transformers call; damage is one clear error; the cache."""
+"""Both checkpoint layouts give the embeddings of a direct transformers call; damage is one clear error."""
 
 import json
 import shutil
@@ -9,81 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import AutoTokenizer, UMT5EncoderModel
 
-from ds_stream.model.text.cache import TextCache, encode_prompts, text_cache_key
 from ds_stream.model.text.umt5 import Umt5TextEncoder, clean_prompt
 from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
-
-CPU = torch.device("cpu")
-NUM_TOKENS = 12
-CONFIG = UMT5Config(
-    vocab_size=64,
-    d_model=16,
-    d_kv=8,
-    d_ff=24,
-    num_layers=2,
-    num_heads=2,
-    feed_forward_proj="gated-gelu",
-    dropout_rate=0.1,
-)
-PROMPTS = ["a cat", "dog on the cat", "", "dog"]
-
-
-def write_tokenizer(folder: Path) -> None:
-    pieces = ["a", "cat", "the", "dog", "sat", "on", *"bcdefghijklmnopqrstuvwxyz<&'"]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0)]
-    vocabulary += [(piece, -2.0) for piece in pieces]
-    tokenizer = Tokenizer(models.Unigram(vocabulary, unk_id=2, byte_fallback=False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
-
-
-def to_original_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The table of the Wan authors the other way round, written apart from the one under test."""
-    original = {
-        "token_embedding.weight": state["shared.weight"],
-        "norm.weight": state["encoder.final_layer_norm.weight"],
-    }
-    for block in range(CONFIG.num_layers):
-        old, new = f"encoder.block.{block}.layer", f"blocks.{block}"
-        for name in "qkvo":
-            original[f"{new}.attn.{name}.weight"] = state[f"{old}.0.SelfAttention.{name}.weight"]
-        bias = state[f"{old}.0.SelfAttention.relative_attention_bias.weight"]
-        original[f"{new}.pos_embedding.embedding.weight"] = bias
-        original[f"{new}.norm1.weight"] = state[f"{old}.0.layer_norm.weight"]
-        original[f"{new}.norm2.weight"] = state[f"{old}.1.layer_norm.weight"]
-        original[f"{new}.ffn.gate.0.weight"] = state[f"{old}.1.DenseReluDense.wi_0.weight"]
-        original[f"{new}.ffn.fc1.weight"] = state[f"{old}.1.DenseReluDense.wi_1.weight"]
-        original[f"{new}.ffn.fc2.weight"] = state[f"{old}.1.DenseReluDense.wo.weight"]
-    return {name: tensor.clone() for name, tensor in original.items()}
+from rings import CPU
+from tiny_umt5 import CONFIG, NUM_TOKENS, PROMPTS, make_umt5, write_umt5
 
 
 @pytest.fixture(scope="module")
 def model() -> UMT5EncoderModel:
-    torch.manual_seed(0)
-    model = UMT5EncoderModel(CONFIG).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.3)
-    return model
+    return make_umt5()
 
 
 @pytest.fixture(scope="module")
 def written(model: UMT5EncoderModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with both layouts, in two subfolders."""
-    folder = tmp_path_factory.mktemp("umt5")
-    model.save_pretrained(folder / "diffusers/text_encoder")
-    write_tokenizer(folder / "diffusers/tokenizer")
-    write_tokenizer(folder / "original/google/umt5-xxl")
-    torch.save(to_original_names(model.state_dict()), folder / "original" / ORIGINAL_WEIGHTS)
-    return folder
+    return write_umt5(tmp_path_factory.mktemp("umt5"), model)
 
 
 @pytest.fixture
@@ -334,106 +276,3 @@ def test_a_tokenizer_of_other_weights(original: Path):
     edit_original(original, lambda s: s.update({"token_embedding.weight": torch.zeros(5, CONFIG.d_model)}))
     with pytest.raises(ValueError, match="but the weights beside it know 5"):
         encoder_of(original).encode(["dog"])
-
-
-# Fingerprint and cache
-
-
-@pytest.mark.parametrize("layout", ["diffusers", "original"])
-def test_fingerprint_follows_the_contents_and_not_the_place(layout: str, written: Path, tmp_path: Path):
-    before = encoder_of(written / layout).fingerprint
-    assert len(before) == 32 and int(before, 16)
-    copy = Path(shutil.copytree(written / layout, tmp_path / "copy"))
-    assert encoder_of(copy).fingerprint == before
-    assert encoder_of(copy, dtype=torch.bfloat16).fingerprint != before
-    tokenizer = copy / ("tokenizer" if layout == "diffusers" else "google/umt5-xxl") / "tokenizer_config.json"
-    tokenizer.write_text(tokenizer.read_text() + " ")
-    other_tokenizer = encoder_of(copy).fingerprint
-    weights = copy / ("text_encoder/model.safetensors" if layout == "diffusers" else ORIGINAL_WEIGHTS)
-    contents = bytearray(weights.read_bytes())
-    contents[-1] ^= 1
-    weights.write_bytes(contents)
-    assert len({before, other_tokenizer, encoder_of(copy).fingerprint}) == 3
-
-
-def test_key_depends_on_every_part():
-    parts = [("f", "ab", 12), ("fa", "b", 12), ("f", "ab1", 2), ("f", "ab", 13), ("g", "ab", 12)]
-    assert len({text_cache_key(*part) for part in parts}) == len(parts)
-
-
-@pytest.fixture
-def encoded_counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of prompts in each call of the encoder, as a list that grows."""
-    counts: list[int] = []
-    encode = Umt5TextEncoder.encode
-
-    def counted(encoder: Umt5TextEncoder, prompts: list[str]) -> list[Tensor]:
-        counts.append(len(prompts))
-        return encode(encoder, prompts)
-
-    monkeypatch.setattr(Umt5TextEncoder, "encode", counted)
-    return counts
-
-
-def test_cache_encodes_only_what_it_lacks(written: Path, tmp_path: Path, encoded_counts: list[int]):
-    cache = TextCache(tmp_path / "cache")
-    first = encode_prompts(encoder_of(written / "original"), cache, ["dog", "cat", " dog "])
-    again = encode_prompts(encoder_of(written / "original"), cache, ["cat", "dog"])
-    assert encoded_counts == [2]
-    more = encode_prompts(encoder_of(written / "original"), cache, ["on", "cat"])
-    assert encoded_counts == [2, 1]
-    assert torch.equal(first[0], again[1]) and torch.equal(first[1], again[0]) and torch.equal(first[0], first[2])
-    assert torch.equal(more[1], first[1]) and not torch.equal(more[0], first[0])
-    assert torch.equal(first[0], encoder_of(written / "original").encode(["dog"])[0])
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"] * 3
-
-
-def test_no_cache_and_no_prompts(written: Path, encoded_counts: list[int]):
-    encoder = encoder_of(written / "original")
-    assert encode_prompts(encoder, None, []) == []
-    assert encoded_counts == []
-    assert torch.equal(encode_prompts(encoder, None, ["dog"])[0], encoder.encode(["dog"])[0])
-
-
-def test_other_positions_and_other_weights_miss(
-    original: Path, diffusers: Path, tmp_path: Path, encoded_counts: list[int]
-):
-    cache = TextCache(tmp_path / "cache")
-    for encoder in (encoder_of(original), encoder_of(original, num_tokens=6), encoder_of(diffusers)):
-        (embedding,) = encode_prompts(encoder, cache, ["dog"])
-        assert len(embedding) == encoder.num_tokens
-    edit_original(original, lambda s: s["norm.weight"].mul_(2))
-    encode_prompts(encoder_of(original), cache, ["dog"])
-    assert encoded_counts == [1, 1, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (truncate, "cannot be read and is ignored"),
-        (lambda path: path.write_bytes(b""), "cannot be read and is ignored"),
-        (lambda path: save_file({"other": torch.zeros(2)}, path), "holds no embedding"),
-    ],
-)
-def test_a_damaged_entry_is_computed_again(
-    written: Path, tmp_path: Path, damage: Callable[[Path], object], message: str, encoded_counts: list[int]
-):
-    cache = TextCache(tmp_path / "cache")
-    encoder = encoder_of(written / "original")
-    (expected,) = encode_prompts(encoder, cache, ["dog"])
-    (entry,) = (tmp_path / "cache").iterdir()
-    damage(entry)
-    with pytest.warns(UserWarning, match=message):
-        assert torch.equal(encode_prompts(encoder, cache, ["dog"])[0], expected)
-    encode_prompts(encoder, cache, ["dog"])
-    assert encoded_counts == [1, 1]
-
-
-def test_an_unwritable_folder_is_a_warning(written: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    encoder = encoder_of(written / "original")
-    # Not by permissions, which root passes over: a file is where the folder should be.
-    with pytest.warns(UserWarning, match="is not cached in") as caught:
-        (embedding,) = encode_prompts(encoder, TextCache(tmp_path / "file"), ["dog"])
-    assert len(caught) == 2 and "cannot be read and is ignored" in str(caught[0].message)
-    assert torch.equal(embedding, encoder.encode(["dog"])[0])
