@@ -1,13 +1,17 @@
 """A tiny UMT5 with random weights and a tokenizer, written in both layouts that people have."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from ds_stream.model.text.umt5 import Umt5TextEncoder
 from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
+from rings import CPU
 
 NUM_TOKENS = 12
 CONFIG = UMT5Config(
@@ -72,3 +76,20 @@ def write_umt5(folder: Path, model: UMT5EncoderModel) -> Path:
     write_tokenizer(folder / "original/google/umt5-xxl")
     torch.save(to_original_names(model.state_dict()), folder / "original" / ORIGINAL_WEIGHTS)
     return folder
+
+
+def encoder_of(folder: Path, num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float32) -> Umt5TextEncoder:
+    return Umt5TextEncoder(folder, num_tokens, CPU, dtype)
+
+
+def edit_original(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    state = torch.load(folder / ORIGINAL_WEIGHTS, weights_only=True)
+    edit(state)
+    torch.save(state, folder / ORIGINAL_WEIGHTS)
+
+
+def edit_diffusers(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    path = folder / "text_encoder/model.safetensors"
+    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    edit(state)
+    save_file(state, path, metadata={"format": "pt"})

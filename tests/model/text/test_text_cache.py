@@ -6,52 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import UMT5EncoderModel
 
 from ds_stream.model.text.cache import TextCache, encode_prompts, text_cache_key
 from ds_stream.model.text.umt5 import Umt5TextEncoder
 from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
-from rings import CPU
-from tiny_umt5 import NUM_TOKENS, make_umt5, write_umt5
-
-
-@pytest.fixture(scope="module")
-def model() -> UMT5EncoderModel:
-    return make_umt5()
-
-
-@pytest.fixture(scope="module")
-def written(model: UMT5EncoderModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_umt5(tmp_path_factory.mktemp("umt5"), model)
-
-
-@pytest.fixture
-def diffusers(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written / "diffusers", tmp_path / "diffusers"))
-
-
-@pytest.fixture
-def original(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written / "original", tmp_path / "original"))
-
-
-def encoder_of(folder: Path, num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float32) -> Umt5TextEncoder:
-    return Umt5TextEncoder(folder, num_tokens, CPU, dtype)
-
-
-def edit_original(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    state = torch.load(folder / ORIGINAL_WEIGHTS, weights_only=True)
-    edit(state)
-    torch.save(state, folder / ORIGINAL_WEIGHTS)
-
-
-def edit_diffusers(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "text_encoder/model.safetensors"
-    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    edit(state)
-    save_file(state, path, metadata={"format": "pt"})
+from tiny_umt5 import edit_original, encoder_of
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])

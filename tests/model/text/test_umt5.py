@@ -8,38 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from ds_stream.model.text.umt5 import Umt5TextEncoder, clean_prompt
+from ds_stream.model.text.umt5 import clean_prompt
 from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
-from rings import CPU
-from tiny_umt5 import CONFIG, NUM_TOKENS, PROMPTS, make_umt5, write_umt5
-
-
-@pytest.fixture(scope="module")
-def model() -> UMT5EncoderModel:
-    return make_umt5()
-
-
-@pytest.fixture(scope="module")
-def written(model: UMT5EncoderModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_umt5(tmp_path_factory.mktemp("umt5"), model)
-
-
-@pytest.fixture
-def diffusers(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written / "diffusers", tmp_path / "diffusers"))
-
-
-@pytest.fixture
-def original(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written / "original", tmp_path / "original"))
-
-
-def encoder_of(folder: Path, num_tokens: int = NUM_TOKENS, dtype: torch.dtype = torch.float32) -> Umt5TextEncoder:
-    return Umt5TextEncoder(folder, num_tokens, CPU, dtype)
+from tiny_umt5 import CONFIG, NUM_TOKENS, PROMPTS, edit_diffusers, edit_original, encoder_of
 
 
 @torch.no_grad()
@@ -48,22 +22,6 @@ def direct_call(model: UMT5EncoderModel, tokenizer_folder: Path, prompt: str) ->
     tokens = tokenizer(prompt, padding="max_length", max_length=NUM_TOKENS, truncation=True, return_tensors="pt")
     output = model(tokens.input_ids, attention_mask=tokens.attention_mask).last_hidden_state[0]
     return output * tokens.attention_mask[0, :, None]
-
-
-def edit_original(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    state = torch.load(folder / ORIGINAL_WEIGHTS, weights_only=True)
-    edit(state)
-    torch.save(state, folder / ORIGINAL_WEIGHTS)
-
-
-def edit_diffusers(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    path = folder / "text_encoder/model.safetensors"
-    state = {name: tensor.clone() for name, tensor in load_file(path).items()}
-    edit(state)
-    save_file(state, path, metadata={"format": "pt"})
-
-
-# Embeddings
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "original"])
