@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -15,7 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_stream import __version__
-from ds_stream.cli import build_parser, configure, is_synthetic, prompt_changes, warn, warn_of_idle_settings
+from ds_stream.cli import (
+    build_parser,
+    configure,
+    is_synthetic,
+    prompt_changes,
+    warn,
+    warn_of_idle_settings,
+    warn_of_late_prompts,
+)
 from ds_stream.config import Config
 from ds_stream.core import (
     DEFAULT_FRAME_RATE,
@@ -110,9 +119,16 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
 
     weights = open_weights(config.stream)
     request = None
+    if info.rank > 0:
+        # The first rank's warnings speak for all.
+        warnings.simplefilter("ignore")
+    elif weights.random_parts and len(weights.random_parts) < len(weights.checkpoints):
+        warn(f"the weights of {', '.join(weights.random_parts)} are random while others are not; name their files")
     if writer is not None:
         check_memory(_plan_memory(options, config), config.stream, info)
         frame_rate = DEFAULT_FRAME_RATE if reader is None else reader.info.frame_rate
+        num_frames = options.num_frames if reader is None else reader.info.num_frames
+        warn_of_late_prompts(options, num_frames, frame_rate)
         prompts = _make_timeline(options, config, info, frame_rate)
         request = StreamRequest(prompts, reader, writer, options.num_frames)
     result = run_rank(config, info, weights, request, interrupted)
@@ -125,7 +141,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         why = result.input_error or f"input {options.input} has no frame that can be decoded"
         raise StreamError(f"{why}; there is no output")
     writer.finish()
-    _say_what_was_done(options, config, result)
+    _say_what_was_done(options, config, result, weights.random_parts)
     if result.input_error is not None:
         print(f"ds_stream: {result.input_error}", file=sys.stderr)
         return EXIT_FAILED
@@ -147,6 +163,8 @@ def _make_timeline(
     options: argparse.Namespace, config: Config, info: RankInfo, frame_rate: Fraction
 ) -> "PromptTimeline":
     """The embeddings of all prompts, each where it begins. The text encoder is gone when this returns."""
+    import torch
+
     from ds_stream.controller.prompts import PromptTimeline, chunk_at
     from ds_stream.engine.groups import choose_placement
     from ds_stream.model.text.encode import encode_all, read_embedding
@@ -156,7 +174,13 @@ def _make_timeline(
         return PromptTimeline(read_embedding(options.prompt_embeds, config.stream))
     changes = prompt_changes(options)
     device = choose_placement(config.stream, info).device
-    first, *later = encode_all(config.stream, [options.prompt, *(prompt for _, prompt in changes)], device)
+    device = torch.device("cpu") if text.device == "cpu" else device
+    try:
+        first, *later = encode_all(config.stream, [options.prompt, *(prompt for _, prompt in changes)], device)
+    except torch.OutOfMemoryError as error:
+        raise StreamError(
+            f"the text encoder does not fit on {device}; set stream.text.device to cpu, or give --prompt-embeds"
+        ) from error
     timeline = PromptTimeline(first, text.blend_chunks, text.blend)
     geometry = ChunkGeometry(config.stream.context.num_latent_frames_per_chunk)
     for (seconds, _), embedding in zip(changes, later, strict=True):
@@ -216,12 +240,15 @@ def _describe_run(options: argparse.Namespace, config: Config) -> str:
     """What it takes to make the same video again, for the file's metadata."""
     prompts = [f"prompt: {options.prompt}", *(f"prompt at {text}" for text in options.prompt_at)]
     if options.prompt_embeds is not None:
-        prompts = [f"prompt embeds: {options.prompt_embeds.name}"]
+        digest = hashlib.blake2b(options.prompt_embeds.read_bytes(), digest_size=6).hexdigest()
+        prompts = [f"prompt embeds: {options.prompt_embeds.name} {digest}"]
     parts = [f"ds_stream {__version__}", *prompts, f"seed: {config.stream.noise.seed}", f"config: {config.digest}"]
     return "; ".join(parts)
 
 
-def _say_what_was_done(options: argparse.Namespace, config: Config, result: "RunResult") -> None:
+def _say_what_was_done(
+    options: argparse.Namespace, config: Config, result: "RunResult", random_parts: list[str]
+) -> None:
     if options.report is not None:
         options.report.mkdir(parents=True, exist_ok=True)
         report = {
@@ -234,8 +261,9 @@ def _say_what_was_done(options: argparse.Namespace, config: Config, result: "Run
             "stages": result.stages,
         }
         (options.report / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    if config.stream.model.weights == "random":
-        print("ds_stream: the weights are random, so the picture is abstract; it shows that the pipeline works")
+    if random_parts:
+        parts = ", ".join(random_parts)
+        print(f"ds_stream: the weights are random ({parts}), so the picture is abstract; the pipeline works")
     print(f"ds_stream: {_figures(result, config.digest)}")
     print(f"ds_stream: output: {options.output.resolve()}", flush=True)
 

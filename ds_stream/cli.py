@@ -1,8 +1,10 @@
 """The ``stream`` command line: its options, the config they lead to, and what is wrong with both."""
 
 import argparse
+import os
 import re
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 from ds_stream import __version__
@@ -67,6 +69,8 @@ def configure(options: argparse.Namespace) -> Config:
         raise ValueError(f"--input {SYNTHETIC} has no end: say how long with --num-frames")
     if options.prompt_embeds is not None and (options.prompt or options.prompt_at):
         raise ValueError("--prompt-embeds stands for the prompt: leave out --prompt and --prompt-at, or it")
+    if options.prompt_embeds is not None and not os.access(options.prompt_embeds, os.R_OK):
+        raise ValueError(f"--prompt-embeds {options.prompt_embeds}: there is no such file that may be read")
     if options.num_stages is not None and options.num_stages < 1:
         raise ValueError(f"--num-stages {options.num_stages}: give at least 1")
     if options.report is not None and options.report.exists() and not options.report.is_dir():
@@ -109,19 +113,34 @@ def warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
         )
     if not options.text_only and len(noise.steps) > 1:
         lowest = noise.strength - noise.motion_range * noise.motion_aware
-        first = int(1000 * lowest) + noise.first_timestep_offset
-        if first <= noise.steps[1]:
+        first, second = int(1000 * lowest) + noise.first_timestep_offset, noise.timesteps[1]
+        if first <= second:
             warn(
                 f"stream.noise.strength {noise.strength:g} starts at timestep {first}, below the second step "
-                f"{noise.steps[1]}, which adds noise back; lower the later steps too"
+                f"{second:g}, which adds noise back; lower the later steps too"
             )
     if options.text_only and noise.steps[0] != 1000:
         warn(
             f"stream.noise.steps begins with {noise.steps[0]}, but without a video a chunk starts from pure noise, "
             "which is 1000"
         )
+    light = config.stream.light_vae
+    if light.use == "no" and light.weights != "random":
+        warn(f"stream.light_vae.weights is {light.weights}, but stream.light_vae.use is no, so it is not read")
+    if config.stream.text.blend_chunks and not options.prompt_at:
+        warn("stream.text.blend_chunks fades prompts that change, but there is no --prompt-at")
     if options.text_only and noise.motion_aware:
         warn("stream.noise.motion_aware is on, but without a video there is no motion to follow")
+
+
+def warn_of_late_prompts(options: argparse.Namespace, num_frames: int | None, frame_rate: Fraction) -> None:
+    """Tell of prompts whose time never comes, as far as the length of the video is known."""
+    if num_frames is None:
+        return
+    length = float(min(num_frames, options.num_frames or num_frames) / frame_rate)
+    for seconds, prompt in prompt_changes(options):
+        if seconds >= length:
+            warn(f"--prompt-at {seconds:g}={prompt!r} comes after the end of the video, which is {length:.2f} s long")
 
 
 def warn(message: object) -> None:

@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
@@ -30,7 +30,13 @@ DEEPSPEED_KEYS = (
 CONFIG_FOLDER = Path(__file__).resolve().parent.parent / "ds_configs"
 
 
-_NOT_IN_THE_PICTURE: Any = {"batch": True, "stages": True, "limits": True, "device": {"kind", "transport"}}
+_NOT_IN_THE_PICTURE: Any = {
+    "batch": True,
+    "stages": True,
+    "limits": True,
+    "device": {"kind", "transport"},
+    "text": {"cache_dir", "device"},
+}
 
 
 class Config(Section):
@@ -81,7 +87,7 @@ def find_config(name: str) -> Path:
     """
     path = Path(name)
     shipped = {config.stem: config for config in shipped_configs()}
-    if path.exists() or name not in shipped:
+    if path.is_file() or name not in shipped:
         if not path.exists() and path.suffix != ".json":
             raise ValueError(f"--config {name}: no such file, and no shipped config{_nearest(name, tuple(shipped))}")
         return path
@@ -171,7 +177,8 @@ def _describe(error: Any) -> str:
 def _keys_at(path: list[str]) -> tuple[str, ...]:
     section: Any = StreamConfig
     for part in path:
-        section = section.model_fields[part].annotation
+        # Items of a list are of one type, which is the list's first argument.
+        section = get_args(section)[0] if part.isdigit() else section.model_fields[part].annotation
     return tuple(section.model_fields)
 
 

@@ -37,7 +37,10 @@ def check_memory(plan: list[StageMemory], config: StreamConfig, info: RankInfo) 
     if num_gpus == 0:
         check_fits(here, psutil.virtual_memory().available, "this machine")
     for gpu in range(num_gpus):
-        check_fits(here[gpu::num_gpus], torch.cuda.mem_get_info(gpu)[0], f"GPU {gpu}")
+        # What another GPU has free is its own ranks' to ask: asking takes memory of it.
+        is_own = gpu == info.local_rank % num_gpus
+        total = torch.cuda.get_device_properties(gpu).total_memory
+        check_fits(here[gpu::num_gpus], torch.cuda.mem_get_info(gpu)[0] if is_own else total, f"GPU {gpu}")
 
 
 def _num_gpus(config: StreamConfig) -> int:

@@ -86,6 +86,8 @@ class TextConfig(Section):
     UMT5, in the layout of diffusers or of Wan. ``auto``: hashed with random weights, else where the weights are."""
     cache_dir: str | None = "~/.cache/ds_stream/text"
     """Folder of embeddings that UMT5 has computed, one file per prompt and encoder. ``null``: none."""
+    device: Literal["auto", "cpu"] = "auto"
+    """Where UMT5 computes: ``auto``: on the first rank's device; ``cpu`` if it does not fit there."""
     blend_chunks: int = Field(default=0, ge=0)
     """Chunks over which a changed prompt fades in; 0 changes it at once."""
     blend: Literal["lerp", "slerp"] = "lerp"
@@ -145,6 +147,11 @@ class VideoConfig(Section):
     """How an input of another shape is fitted: cut its edges off, or add black ones. The aspect is kept."""
 
 
+def shifted_timestep(s: float, shift: float) -> float:
+    """Timestep ``1000 sigma`` at ``s`` of 0 to 1: ``sigma = shift s / (1 + (shift - 1) s)``."""
+    return 1000 * shift * s / (1 + (shift - 1) * s)
+
+
 class NoiseConfig(Section):
     steps: _Ints = Field(min_length=1)
     """Timesteps of the denoising steps, falling, from 1000 (pure noise) down to 1. Video to video replaces the first
@@ -181,6 +188,13 @@ class NoiseConfig(Section):
         return self
 
     @property
+    def timesteps(self) -> tuple[float, ...]:
+        """Timestep of each denoising step of a chunk that starts from noise alone, ``warp`` applied."""
+        if not self.warp:
+            return tuple(float(step) for step in self.steps)
+        return tuple(shifted_timestep(1 - (1000 - step) / 1000, self.shift) for step in self.steps)
+
+    @property
     def num_passes(self) -> int:
         """``K``: passes per chunk."""
         return len(self.steps) + int(self.context_pass)
@@ -198,9 +212,10 @@ class ContextConfig(Section):
     sink_positions: Literal["sliding", "absolute"] = "sliding"
     """``sliding`` keeps sinks right before the window as it moves; ``absolute`` keeps their true index."""
     adaptive_sinks: bool = False
-    """Whether a new latent frame replaces the least similar sink once none is similar enough (StreamDiffusionV2)."""
+    """Whether a chunk's last latent frame replaces the least similar sink, if that is not similar enough; not before
+    all sinks are filled (StreamDiffusionV2)."""
     adaptive_sink_threshold: float = Field(default=0.2, ge=-1, le=1)
-    """Cosine similarity to the new latent frame below which a sink is replaced."""
+    """Similarity to the new latent frame, -1 to 1, below which a sink is replaced."""
 
 
 class BatchConfig(Section):

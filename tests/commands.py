@@ -60,6 +60,11 @@ def write_clip(path: Path, frames: np.ndarray, rate: Fraction = Fraction(16)) ->
     return path
 
 
+def comment_of(path: Path) -> str:
+    with av.open(str(path)) as container:
+        return container.metadata["comment"]
+
+
 def read_clip(path: Path) -> np.ndarray:
     with av.open(str(path)) as container:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])

@@ -56,6 +56,10 @@ def test_shipped_configs_load_resolve_and_can_be_fed_back(path: Path):
             {"noise": {"motion_aware": True, "motion_range": 0.9}},
             r"stream\.noise: motion_range 0\.9 must be below strength 0\.8",
         ),
+        (
+            {"model": {"loras": [{"path": "x", "scal": 2.0}]}},
+            r"stream\.model\.loras\.0\.scal: not a key; did you mean scale",
+        ),
         ({"vae": {"z_dim": 8}}, r"latent_mean has 16 entries but z_dim is 8"),
     ],
 )

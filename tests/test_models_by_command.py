@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from commands import Command, read_clip, write_clip
+from commands import Command, comment_of, read_clip, write_clip
 from ds_stream.config import find_config, load_config
 from ds_stream.controller.prompts import blend_embeddings
 from ds_stream.model.pipeline import part_shapes
@@ -42,18 +42,20 @@ def test_a_published_checkpoint_with_an_embedding_from_a_file(tmp_path: Path, nu
     expected = reference_frames(config, Stream(3, read_clip(clip)), embedding_of=lambda _chunk: padded)
     assert np.array_equal(read_clip(command.output), read_clip(write_clip(tmp_path / "expected.mp4", expected)))
     assert "random" not in command.said
+    assert "prompt embeds: prompt.safetensors " in comment_of(command.output)
     assert command.said.count("memory in MiB") == 1
 
 
 def test_prompts_change_at_their_time_and_fade(tmp_path: Path):
     """25 frames a second; chunks begin at 0, 0.04, 0.2, 0.36, 0.52, 0.68 s: 0.3 s is chunk 3, 0.52 s is chunk 4."""
     clip = write_clip(tmp_path / "clip.mp4", random_clip(21), Fraction(25))
-    changes = ["--prompt-at", "0.52=snow", "--prompt-at", " 0.3 = green hills = far"]
+    changes = ["--prompt-at", "9=never", "--prompt-at", "0.52=snow", "--prompt-at", " 0.3 = green hills = far"]
     arguments = ["--input", str(clip), "--seed", "3", "--prompt", "red boats", *changes]
     command = Command(
         tmp_path, 2, *arguments, "--set", "stream.text.blend_chunks=1", "--set", "stream.text.blend=slerp"
     )
     assert command.wait() == {}, command.said
+    assert "--prompt-at 9='never' comes after the end of the video, which is 0.84 s long" in command.said
     config = tiny_config()
     boats, hills, snow = (embed(config, prompt) for prompt in ("red boats", "green hills = far", "snow"))
     halfway = blend_embeddings(boats, hills, 0.5, "slerp")
@@ -135,7 +137,15 @@ def test_a_14b_layout_in_a_dry_run_on_four_ranks(tmp_path: Path):
     shapes = {original_dit_name(name): shape for name, shape in part_shapes(config)[Part.DIT].items()}
     write_sparse(tmp_path / "wan", shapes, num_shards=6)
     arguments = [
-        *("--config", "sdv2_v2v_14b", "--dry-run", "--set", "stream.vae.weights=random"),
+        *(
+            "--config",
+            "sdv2_v2v_14b",
+            "--dry-run",
+            "--set",
+            "stream.vae.weights=random",
+            "--set",
+            "stream.text.encoder=hashed",
+        ),
         *("--set", f"stream.model.weights={tmp_path / 'wan'}"),
     ]
     command = Command(tmp_path, 4, *arguments)
@@ -169,6 +179,7 @@ def test_a_14b_layout_in_a_dry_run_on_four_ranks(tmp_path: Path):
         (("--prompt-embeds", "e.pt", "--prompt", "boats"), "leave out --prompt and --prompt-at, or it"),
         (("--prompt-embeds", "lost.safetensors"), "lost.safetensors: there is no such file"),
         (("--input", "synthetic"), "--input synthetic has no end: say how long with --num-frames"),
+        (("--set", 'stream.model.loras=[{"path": "x", "scal": 2}]'), "scal: not a key; did you mean scale"),
         (("--set", "stream.text.encoder=lost"), "stream.text.encoder: there is no lost"),
         (
             ("--set", "stream.video.width=16000", "--set", "stream.video.height=16000"),
@@ -188,9 +199,11 @@ def test_a_mistake_is_told_once_before_anything_starts(tmp_path: Path, arguments
 def test_an_embedding_of_another_model_is_an_error(tmp_path: Path):
     save_file({"prompt_embeds": torch.zeros(4, 9)}, tmp_path / "prompt.safetensors")
     save_file({"a": torch.zeros(4, 8), "b": torch.zeros(1)}, tmp_path / "two.safetensors")
+    save_file({"prompt_embeds": torch.full((4, 8), torch.nan)}, tmp_path / "nan.safetensors")
     for name, says in [
         ("prompt", "the embedding is [4, 9]; the model takes up to 4 tokens of 8 channels"),
         ("two", "holds 2 tensors; give a file with one embedding"),
+        ("nan", "with numbers that are not finite, or none"),
     ]:
         embeds = str(tmp_path / f"{name}.safetensors")
         command = Command(tmp_path, 1, "--text-only", "--num-frames", "1", "--prompt-embeds", embeds)

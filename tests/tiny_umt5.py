@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from ds_stream.model.text.umt5 import Umt5TextEncoder
-from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
+from ds_stream.model.weights.locate import ORIGINAL_UMT5
 from rings import CPU
 
 NUM_TOKENS = 12
@@ -71,10 +71,15 @@ def make_umt5() -> UMT5EncoderModel:
 
 def write_umt5(folder: Path, model: UMT5EncoderModel) -> Path:
     """A folder with both layouts, in two subfolders."""
-    model.save_pretrained(folder / "diffusers/text_encoder")
+    # Not by save_pretrained, which writes nothing on a rank other than 0 of a process group that other tests left.
+    encoder = folder / "diffusers/text_encoder"
+    encoder.mkdir(parents=True)
+    CONFIG.save_pretrained(encoder)
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "encoder.embed_tokens.weight"}
+    save_file(state, encoder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder / "diffusers/tokenizer")
     write_tokenizer(folder / "original/google/umt5-xxl")
-    torch.save(to_original_names(model.state_dict()), folder / "original" / ORIGINAL_WEIGHTS)
+    torch.save(to_original_names(model.state_dict()), folder / "original" / ORIGINAL_UMT5)
     return folder
 
 
@@ -83,9 +88,9 @@ def encoder_of(folder: Path, num_tokens: int = NUM_TOKENS, dtype: torch.dtype = 
 
 
 def edit_original(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
-    state = torch.load(folder / ORIGINAL_WEIGHTS, weights_only=True)
+    state = torch.load(folder / ORIGINAL_UMT5, weights_only=True)
     edit(state)
-    torch.save(state, folder / ORIGINAL_WEIGHTS)
+    torch.save(state, folder / ORIGINAL_UMT5)
 
 
 def edit_diffusers(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:

@@ -21,7 +21,6 @@ MIB, GIB = 2**20, 2**30
 # Four frames of full size and width that a half of the Wan VAE holds at its peak: measured at 480x832 on an H200, see
 # tests/results. The light one: a level's input, the concatenation with its past, and its output.
 _ENCODE_PICTURES, _DECODE_PICTURES, _LIGHT_PICTURES = 10.0, 17.0, 4.0
-_PROMPTS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class StageMemory:
     vae: float
     """Working memory of encoding or decoding, convolution caches included. An estimate."""
     text: float
-    """Cross-attention keys/values of the prompt in force and the one that follows it."""
+    """Cross-attention keys/values of the prompts in the ring and of the one that follows."""
 
     @property
     def total(self) -> float:
@@ -76,6 +75,8 @@ def _plan_stage(
     message = config.batch.max_rows * (
         latent_shape(config)[0] * num_tokens * 4 * 4 + (num_tokens + 7) * model.dim * dtype.itemsize
     )
+    # While a prompt fades, every chunk in the ring may have one of its own.
+    num_prompts = num_stages * config.batch.max_rows if config.text.blend_chunks else 1
     num_links = (stage > 0) + (stage < num_stages - 1)
     return StageMemory(
         weights=sum(
@@ -86,7 +87,7 @@ def _plan_stage(
         cache=num_blocks * cache_shape(config).num_elements() * dtype.itemsize,
         activations=block + num_links * num_message_buffers * message,
         vae=max((_vae_working_memory(config, layer) for layer in layers), default=0.0),
-        text=_PROMPTS_IN_FLIGHT * model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize,
+        text=(num_prompts + 1) * model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize,
     )
 
 

@@ -9,7 +9,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from ds_stream.settings import NoiseConfig
+from ds_stream.settings import NoiseConfig, shifted_timestep
 
 NUM_TABLE_ENTRIES = 1000
 
@@ -25,12 +25,8 @@ class NoiseSchedule:
         self.num_denoising_steps = len(config.steps)
         self._table = _timestep_table(config.shift)
         self._first_timestep_offset = config.first_timestep_offset
-        if config.warp:
-            timesteps = [self._table[NUM_TABLE_ENTRIES - step] for step in config.steps]
-        else:
-            timesteps = [float(step) for step in config.steps]
-        self._sigmas = [self._sigma_of(timestep) for timestep in timesteps]
-        self._timesteps = timesteps + [0.0] * config.context_pass
+        self._sigmas = [self._sigma_of(timestep) for timestep in config.timesteps]
+        self._timesteps = [*config.timesteps, *[0.0] * config.context_pass]
 
     def timestep(self, step: int, strength: float | None) -> float:
         """What the model is told at pass ``step``, 0 to 1000. Video moves the first one: ``int(1000 s)`` + offset."""
@@ -89,6 +85,5 @@ def keyed_noise(shape: tuple[int, ...], seed: int, chunk: int, step: int, device
 
 
 def _timestep_table(shift: float) -> list[float]:
-    """The 1000 timesteps ``1000 sigma``, falling: ``sigma = shift s / (1 + (shift - 1) s)``, ``s`` from 1."""
-    levels = [1 - index / NUM_TABLE_ENTRIES for index in range(NUM_TABLE_ENTRIES)]
-    return [1000 * shift * s / (1 + (shift - 1) * s) for s in levels]
+    """The 1000 shifted timesteps, falling, ``s`` from 1."""
+    return [shifted_timestep(1 - index / NUM_TABLE_ENTRIES, shift) for index in range(NUM_TABLE_ENTRIES)]

@@ -88,6 +88,11 @@ def encode_prompts(encoder: Umt5TextEncoder, cache: TextCache | None, prompts: S
     if cache is not None:
         stored = {clean: cache.load(key) for clean, key in keys.items()}
         found = {clean: embedding for clean, embedding in stored.items() if embedding is not None}
+        for clean, embedding in found.items():
+            if embedding[-1].any():
+                warnings.warn(
+                    f"prompt {clean[:40]!r}... fills all {len(embedding)} tokens and may have been cut", stacklevel=2
+                )
     missing = [clean for clean in written if clean not in found]
     # The encoder loads its model even for an empty list.
     encoded = encoder.encode([written[clean] for clean in missing]) if missing else []

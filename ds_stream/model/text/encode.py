@@ -82,6 +82,8 @@ def read_embedding(path: Path, config: StreamConfig) -> Tensor:
             f"--prompt-embeds {path}: the embedding is {shape}; the model takes up to {model.num_text_tokens} tokens "
             f"of {model.text_dim} channels"
         )
+    if len(embedding) == 0 or not embedding.isfinite().all():
+        raise ValueError(f"--prompt-embeds {path}: the embedding is {shape} with numbers that are not finite, or none")
     padded = torch.zeros(model.num_text_tokens, model.text_dim)
     padded[: len(embedding)] = embedding
     return padded

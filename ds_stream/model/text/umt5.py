@@ -54,13 +54,13 @@ class Umt5TextEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """32 hex digits that change with the weights, the tokenizer or ``dtype``, and not with the folder's place.
+        """32 hex digits that change with weights, tokenizer, type or kind of device, not with the folder's place.
 
         Of each file it reads the name, the size and the first and last 64 KiB.
         """
         folder = self._files.folder
         tokenizer = (path for path in (folder / self._files.tokenizer).iterdir() if path.is_file())
-        digest = hashlib.blake2b(str(self.dtype).encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self.dtype} {self.device.type}".encode(), digest_size=16)
         for path in sorted([*(folder / name for name in self._files.weights), *tokenizer]):
             size = path.stat().st_size
             digest.update(f"\n{path.relative_to(folder).as_posix()}\n{size}\n".encode())

@@ -1,6 +1,5 @@
 """UMT5 on disk: the layout of diffusers and the one of Wan, found and loaded."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,9 +10,9 @@ from accelerate import init_empty_weights
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, UMT5Config, UMT5EncoderModel
 
 from ds_stream.model.weights.checkpoint import check_names
-from ds_stream.model.weights.tensor_files import TensorInfo, open_tensors
+from ds_stream.model.weights.locate import ORIGINAL_UMT5
+from ds_stream.model.weights.tensor_files import TensorInfo, first_line, open_tensors, shard_names
 
-ORIGINAL_WEIGHTS = "models_t5_umt5-xxl-enc-bf16.pth"
 ORIGINAL_TOKENIZER = "google/umt5-xxl"
 SHARED_NAME, TIED_NAME = "shared.weight", "encoder.embed_tokens.weight"
 
@@ -55,7 +54,7 @@ def find_umt5_files(folder: Path) -> Umt5Files:
     shards = _shard_names(folder)
     candidates = (
         Umt5Files(folder, ("text_encoder/config.json", *shards), "tokenizer", is_original=False),
-        Umt5Files(folder, (ORIGINAL_WEIGHTS,), ORIGINAL_TOKENIZER, is_original=True),
+        Umt5Files(folder, (ORIGINAL_UMT5,), ORIGINAL_TOKENIZER, is_original=True),
     )
     lacks = [_missing_files(files) for files in candidates]
     for files, lacking in zip(candidates, lacks, strict=True):
@@ -72,11 +71,8 @@ def _shard_names(folder: Path) -> tuple[str, ...]:
     single, index = "text_encoder/model.safetensors", "text_encoder/model.safetensors.index.json"
     if (folder / single).is_file() or not (folder / index).is_file():
         return (single,)
-    try:
-        names = set(json.loads((folder / index).read_text())["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / index} is damaged: {_first_line(error)}; download it again") from error
-    return (index, *(f"text_encoder/{name}" for name in sorted(names)))
+    names = shard_names(folder / index)
+    return (index, *(f"text_encoder/{name}" for name in names))
 
 
 def _missing_files(files: Umt5Files) -> list[str]:
@@ -95,12 +91,12 @@ def load_tokenizer(files: Umt5Files) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # The tokenizers library raises bare Exception.
-        raise ValueError(f"{folder} does not load: {_first_line(error)}; download it again") from error
+        raise ValueError(f"{folder} does not load: {first_line(error)}; download it again") from error
 
 
 def load_umt5(files: Umt5Files, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
     """The model, tensor by tensor, so that host memory holds no second copy. ``ValueError`` if it is damaged."""
-    path = files.folder / (ORIGINAL_WEIGHTS if files.is_original else "text_encoder")
+    path = files.folder / (ORIGINAL_UMT5 if files.is_original else "text_encoder")
     file = open_tensors(path)
     config = _config_of_shapes(path, file.tensors) if files.is_original else _config_in(path)
     with init_empty_weights():
@@ -127,7 +123,7 @@ def _config_in(folder: Path) -> UMT5Config:
     try:
         return UMT5Config.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # A damaged file can raise nearly anything.
-        raise ValueError(f"{folder / 'config.json'} is damaged: {_first_line(error)}; download it again") from error
+        raise ValueError(f"{folder / 'config.json'} is damaged: {first_line(error)}; download it again") from error
 
 
 def _config_of_shapes(path: Path, tensors: Mapping[str, TensorInfo]) -> UMT5Config:
@@ -148,7 +144,3 @@ def _config_of_shapes(path: Path, tensors: Mapping[str, TensorInfo]) -> UMT5Conf
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -1,12 +1,14 @@
 """What a checkpoint is: its part, names, size, which shipped config fits, and what is missing."""
 
+import functools
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ds_stream.config import Config, load_config, shipped_configs
+from ds_stream.config import load_config, shipped_configs
 from ds_stream.model.pipeline import part_shapes
 from ds_stream.model.weights.checkpoint import Checkpoint, Part, check_names
+from ds_stream.model.weights.load import Shapes
 from ds_stream.model.weights.lora import describe_lora, is_lora
 from ds_stream.model.weights.tensor_files import TensorFile, TorchFile, open_tensors
 
@@ -35,14 +37,19 @@ def _inspect_file(path: Path, file: TensorFile) -> str:
     if is_lora(file):
         lines = [describe_lora(file)]
     elif isinstance(file, TorchFile) and len(file.entries) > 1:
-        lines = [
-            line
-            for entry in file.entries
-            for line in _describe(Checkpoint(TorchFile(path, entry)), entry == file.entry)
-        ]
+        lines = [line for entry in file.entries for line in _describe_entry(file.path, entry, entry == file.entry)]
     else:
         lines = _describe(Checkpoint(file), True)
     return "\n".join([str(path), *(f"  {line}" for line in lines)])
+
+
+def _describe_entry(path: Path, entry: str, is_chosen: bool) -> list[str]:
+    file = TorchFile(path, entry)
+    try:
+        return _describe(Checkpoint(file), is_chosen)
+    except ValueError:
+        # An optimizer's state, a step counter.
+        return [f"entry {entry or 'outside of all others'}: {len(file.tensors)} tensors that are no part of a model"]
 
 
 def _describe(checkpoint: Checkpoint, is_chosen: bool) -> list[str]:
@@ -94,8 +101,7 @@ def _fitting_configs(checkpoint: Checkpoint) -> tuple[list[str], str]:
     """Names of the shipped configs that take it, and what keeps the nearest from it."""
     fitting, nearest = [], ""
     for path in shipped_configs():
-        config = load_config(path)
-        complaint = _complaint(checkpoint, config)
+        complaint = _complaint(checkpoint, path)
         if not complaint:
             fitting.append(path.stem)
         elif not nearest or len(complaint) < len(nearest):
@@ -103,9 +109,14 @@ def _fitting_configs(checkpoint: Checkpoint) -> tuple[list[str], str]:
     return fitting, nearest
 
 
-def _complaint(checkpoint: Checkpoint, config: Config) -> str:
+@functools.cache
+def _shapes(config: Path) -> dict[Part, Shapes]:
+    return part_shapes(load_config(config).stream)
+
+
+def _complaint(checkpoint: Checkpoint, config: Path) -> str:
     try:
-        check_names(str(checkpoint.file.path), part_shapes(config.stream)[checkpoint.part], checkpoint.tensors)
+        check_names(str(checkpoint.file.path), _shapes(config)[checkpoint.part], checkpoint.tensors)
     except ValueError as error:
         return str(error).rsplit("\n", 1)[0]
     return ""

@@ -48,6 +48,11 @@ class ModelWeights:
         self.loras = [Lora(Path(lora.path).expanduser(), lora.scale, wanted[Part.DIT]) for lora in config.model.loras]
         self._dtype = torch_dtype(config)
 
+    @property
+    def random_parts(self) -> list[str]:
+        """Names of the parts that have no file."""
+        return [part.value for part, checkpoint in self.checkpoints.items() if checkpoint is None]
+
     @torch.no_grad()
     def fill(self, layer: nn.Module, layer_index: int, device: torch.device) -> None:
         """Give a layer on the meta device its weights on ``device``, and freeze it.

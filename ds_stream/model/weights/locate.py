@@ -8,7 +8,8 @@ from ds_stream.settings import StreamConfig
 RANDOM = "random"
 HASHED = "hashed"
 _VAE_NAMES = ("vae", "Wan2.1_VAE.pth")
-TEXT_NAMES = ("text_encoder", "models_t5_umt5-xxl-enc-bf16.pth")
+ORIGINAL_UMT5 = "models_t5_umt5-xxl-enc-bf16.pth"
+TEXT_NAMES = ("text_encoder", ORIGINAL_UMT5)
 
 
 def locate_weights(config: StreamConfig) -> dict[Part, Path | None]:
@@ -38,7 +39,8 @@ def locate_text_encoder(config: StreamConfig) -> Path | None:
         return None
     if encoder != "auto":
         return _existing("text.encoder", encoder)
-    roots = [_root(Path(path).expanduser()) for path in (config.model.weights, config.vae.weights) if path != "auto"]
+    places = (config.model.weights, config.vae.weights)
+    roots = [_root(Path(place).expanduser()) for place in places if place not in ("auto", RANDOM)]
     for root in roots:
         if any((root / name).exists() for name in TEXT_NAMES):
             return root

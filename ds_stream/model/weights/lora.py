@@ -6,9 +6,11 @@ Names may be those of diffusers/PEFT (``transformer.blocks.0.attn1.to_q.lora_A.w
 """
 
 import json
+import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -22,6 +24,25 @@ _OUTER = re.compile(r"^(base_model\.model\.|transformer\.|diffusion_model\.)+")
 _ROLE = re.compile(r"\.(lora_A|lora_B|lora_down|lora_up)(\.default)?\.weight$|\.(alpha|diff|diff_b|lora_B\.bias)$")
 _ORIGINAL = re.compile(r"\.(self_attn|cross_attn|ffn\.[02])\.|(time_embedding|text_embedding|time_projection|head)\.")
 _ROLES = {"lora_A": "down", "lora_down": "down", "lora_B": "up", "lora_up": "up", "lora_B.bias": "diff_b"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """What PEFT says of a LoRA beside its tensors."""
+
+    alpha: float | None = None
+    """Of all targets without an own one; ``None``: the rank, so that the change is taken as it is."""
+    alphas: Mapping[str, float] = field(default_factory=dict)
+    """Of targets whose name ends in the key, a pattern."""
+    by_root: bool = False
+    """Whether the change is divided by the rank's square root (rsLoRA, arXiv 2312.03732)."""
+
+    def factor(self, module: str, rank: int, own_alpha: float | None) -> float:
+        """What ``B A`` is multiplied with."""
+        matching = [alpha for key, alpha in self.alphas.items() if re.match(rf"(.*\.)?({key})$", module)]
+        alpha = next((alpha for alpha in (own_alpha, *matching, self.alpha) if alpha is not None), None)
+        divisor = math.sqrt(rank) if self.by_root else rank
+        return 1.0 if alpha is None else alpha / divisor
 
 
 class Lora:
@@ -50,13 +71,9 @@ class Lora:
                 f"{path}: {len(unknown)} of {len(self._file.tensors)} names have no target in this model: "
                 f"{', '.join(unknown[:10])}; it is for another model, or not a LoRA of Wan"
             )
-        self._alpha_of_file = _alpha_in_metadata(self._file)
+        self._adapter = _read_adapter(self._file)
         for target, parts in self._parts.items():
             self._check(path, target, parts, targets[target])
-
-    def targets(self) -> Collection[str]:
-        """Weights that it changes, by diffusers' names."""
-        return self._parts.keys()
 
     def merge(self, name: str, weight: Tensor) -> Tensor:
         """``weight`` with this file's change, in fp32; the same tensor if it has none."""
@@ -67,10 +84,10 @@ class Lora:
         read = {role: tensors[file_name] for role, file_name in parts.items()}
         merged = weight.float()
         if "down" in read:
-            rank = read["down"].shape[0]
-            alpha = read["alpha"].item() if "alpha" in read else self._alpha_of_file or rank
+            own_alpha = read["alpha"].item() if "alpha" in read else None
+            factor = self._adapter.factor(name.rpartition(".")[0], read["down"].shape[0], own_alpha)
             change = read["up"].flatten(1) @ read["down"].flatten(1)
-            merged = merged + (self._scale * alpha / rank) * change.reshape(weight.shape)
+            merged = merged + self._scale * factor * change.reshape(weight.shape)
         for whole in ("diff", "diff_b"):
             if whole in read:
                 merged = merged + self._scale * read[whole]
@@ -78,20 +95,19 @@ class Lora:
 
     def _check(self, path: Path, target: str, parts: Mapping[str, str], shape: tuple[int, ...]) -> None:
         shapes = {role: self._file.tensors[name].shape for role, name in parts.items()}
-        if ("down" in shapes) != ("up" in shapes):
-            raise ValueError(f"{path}: {target} has only half of its LoRA: {', '.join(parts.values())}")
-        wrong = [
-            f"{parts[role]} is {list(shapes[role])}" for role in ("diff", "diff_b") if shapes.get(role, shape) != shape
-        ]
+        if ("down" in shapes) != ("up" in shapes) or ("alpha" in shapes and "down" not in shapes):
+            raise ValueError(f"{path}: {target} has only a part of its LoRA: {', '.join(parts.values())}")
+        wrong = [role for role in ("diff", "diff_b") if shapes.get(role, shape) != shape]
+        if "alpha" in shapes and torch.Size(shapes["alpha"]).numel() != 1:
+            wrong.append("alpha")
         if "down" in shapes:
-            size = (shape[0], int(torch.Size(shape[1:]).numel()))
-            down, up = (int(torch.Size(shapes[role][1:]).numel()) for role in ("down", "up"))
-            if (shapes["up"][0], down) != size or up != shapes["down"][0]:
-                wrong.append(
-                    f"{parts['up']} times {parts['down']} is {list(shapes['up'])} times {list(shapes['down'])}"
-                )
+            up, down = (torch.Size((*shapes[role], 1, 1)) for role in ("up", "down"))
+            rank, size = down[0], (shape[0], torch.Size(shape[1:]).numel())
+            if rank == 0 or (up[0], down[1:].numel()) != size or up[1:].numel() != rank:
+                wrong += ["up", "down"]
         if wrong:
-            raise ValueError(f"{path}: {'; '.join(wrong)}, but {target} is {list(shape)}; it is for another model")
+            found = " and ".join(f"{parts[role]} is {list(shapes[role])}" for role in wrong)
+            raise ValueError(f"{path}: {found}, but {target} is {list(shape)}; it is for another model")
 
 
 def is_lora(file: TensorFile) -> bool:
@@ -130,13 +146,23 @@ def _target_of(name: str, is_original: bool) -> tuple[str, str | None]:
     return next(iter(convert_wan_transformer_to_diffusers({target: target}))), role
 
 
-def _alpha_in_metadata(file: object) -> float | None:
-    """``lora_alpha`` where diffusers stored its adapter's settings beside the tensors."""
-    if not isinstance(file, SafetensorsFile) or "lora_adapter_metadata" not in file.metadata:
-        return None
+def _read_adapter(file: TensorFile) -> _Adapter:
+    """The settings that diffusers stores in the file, or PEFT in ``adapter_config.json`` beside it."""
+    beside = file.path.parent / "adapter_config.json"
+    if isinstance(file, SafetensorsFile) and "lora_adapter_metadata" in file.metadata:
+        where, text = f"{file.path}: its lora_adapter_metadata", file.metadata["lora_adapter_metadata"]
+    elif file.path.name.startswith("adapter_model.") and beside.exists():
+        where, text = str(beside), beside.read_text(errors="replace")
+    else:
+        return _Adapter()
     try:
-        settings = json.loads(file.metadata["lora_adapter_metadata"])
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file.path}: its lora_adapter_metadata is not JSON ({error}); export it again") from None
-    alphas = [value for key, value in settings.items() if key.endswith("lora_alpha")]
-    return float(alphas[0]) if alphas else None
+        # In diffusers' own, every key begins with the name of the part that it is for.
+        settings = {key.removeprefix("transformer."): value for key, value in json.loads(text).items()}
+        alpha = settings.get("lora_alpha")
+        return _Adapter(
+            None if alpha is None else float(alpha),
+            {key: float(value) for key, value in (settings.get("alpha_pattern") or {}).items()},
+            bool(settings.get("use_rslora")),
+        )
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is not the settings of a LoRA ({error}); export it again") from None

@@ -7,6 +7,7 @@ PyTorch files are read with ``weights_only``: a pickle that holds code is refuse
 import json
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,8 @@ def open_tensors(path: Path, entry: str = "auto") -> TensorFile:
         return open_tensors(_weights_in(path), entry)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file or folder")
+    if entry != "auto" and path.suffix not in TORCH_SUFFIXES:
+        warnings.warn(f"{path} has no entries, so {entry!r} is not looked for", stacklevel=2)
     if path.name.endswith(_INDEX_SUFFIX):
         return SafetensorsFile(path, _shards_of(path))
     if path.suffix == ".safetensors":
@@ -121,12 +124,14 @@ class TorchFile:
             yield name, model[name]
 
     def _choose(self, entry: str) -> str:
+        # Entries may lie in one another: state_dict.generator.
+        by_name = {name.rpartition(".")[2]: name for name in reversed(self.entries)} | {e: e for e in self.entries}
         if entry == "auto":
-            ranked = [name for name in _ENTRY_ORDER if name in self.entries]
+            ranked = [by_name[name] for name in _ENTRY_ORDER if name in by_name]
             return (ranked or [self.entries[0]])[0]
-        if entry not in self.entries:
+        if entry not in by_name:
             raise ValueError(f"{self.path}: no entry {entry!r}; it has {', '.join(map(repr, self.entries))}")
-        return entry
+        return by_name[entry]
 
     def _load(self) -> Any:
         is_zip = zipfile.is_zipfile(self.path)
@@ -141,7 +146,7 @@ class TorchFile:
                 f"weights alone, as .safetensors ({found[1].split('. ')[0] if found else 'refused by weights_only'})"
             ) from None
         except (RuntimeError, OSError, EOFError, ValueError, KeyError) as error:
-            raise ValueError(f"{self.path}: {_DAMAGED} ({_first_line(error).split('. ')[0]})") from None
+            raise ValueError(f"{self.path}: {_DAMAGED} ({first_line(error).split('. ')[0]})") from None
 
 
 _DAMAGED = "not a PyTorch file, or not a whole one; fetch it again"
@@ -175,25 +180,31 @@ def _models_in(content: Any, prefix: str = "") -> dict[str, dict[str, Tensor]]:
 
 def _weights_in(folder: Path) -> Path:
     """The index, the file by its usual name, or the only safetensors file of a folder."""
-    patterns = (f"*{_INDEX_SUFFIX}", "diffusion_pytorch_model.safetensors", "*.safetensors")
+    patterns = (f"*{_INDEX_SUFFIX}", "diffusion_pytorch_model.safetensors", "*.safetensors", "*.pt")
     for found in (sorted(folder.glob(pattern)) for pattern in patterns):
         if len(found) == 1:
             return found[0]
         if len(found) > 1:
             raise ValueError(f"{folder}: holds {', '.join(path.name for path in found)}; name one of them")
-    raise ValueError(f"{folder}: holds no .safetensors file")
+    raise ValueError(f"{folder}: holds no .safetensors or .pt file")
+
+
+def shard_names(index: Path) -> list[str]:
+    """Files that an index names, beside it. ``ValueError`` if it is damaged."""
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index}: not an index of shards ({first_line(error)}); fetch it again") from None
 
 
 def _shards_of(index: Path) -> list[Path]:
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index}: not an index of shards ({_first_line(error)}); fetch it again") from None
+    names = shard_names(index)
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ValueError(f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:10])}")
     return [index.parent / name for name in names]
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error of a library says, in one line."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ds_stream.model.text.cache import TextCache, encode_prompts, text_cache_key
 from ds_stream.model.text.umt5 import Umt5TextEncoder
-from ds_stream.model.text.umt5_files import ORIGINAL_WEIGHTS
+from ds_stream.model.weights.locate import ORIGINAL_UMT5
 from tiny_umt5 import edit_original, encoder_of
 
 
@@ -25,7 +25,7 @@ def test_fingerprint_follows_the_contents_and_not_the_place(layout: str, written
     tokenizer = copy / ("tokenizer" if layout == "diffusers" else "google/umt5-xxl") / "tokenizer_config.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     other_tokenizer = encoder_of(copy).fingerprint
-    weights = copy / ("text_encoder/model.safetensors" if layout == "diffusers" else ORIGINAL_WEIGHTS)
+    weights = copy / ("text_encoder/model.safetensors" if layout == "diffusers" else ORIGINAL_UMT5)
     contents = bytearray(weights.read_bytes())
     contents[-1] ^= 1
     weights.write_bytes(contents)

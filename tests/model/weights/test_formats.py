@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ds_stream.config import Config
-from ds_stream.model.pipeline import build_all_layers, open_weights
+from ds_stream.model.pipeline import FilledLayerSpec, build_all_layers, layer_specs, open_weights
 from ds_stream.model.weights.tensor_files import open_tensors
 from published import (
     State,
@@ -90,6 +90,12 @@ def test_the_entry_is_a_choice(tmp_path: Path):
     torch.save({"generator_ema": original_dit(other), "generator": original_dit(DIT)}, path)
     assert_loads(pointing_at(path, folder))
     assert_loads(pointing_at(path, folder, weights_entry="generator_ema"), other)
+    torch.save({"state_dict": {"generator_ema": original_dit(other), "generator": original_dit(DIT)}}, path)
+    assert_loads(pointing_at(path, folder))
+    assert_loads(pointing_at(path, folder, weights_entry="generator_ema"), other)
+    with pytest.warns(UserWarning, match="has no entries, so 'generator_ema' is not looked for"):
+        open_weights(pointing_at(folder, weights_entry="generator_ema").stream)
+    torch.save({"generator_ema": original_dit(other), "generator": original_dit(DIT)}, path)
     with pytest.raises(ValueError, match=r"model\.pt: no entry 'ema'; it has 'generator_ema', 'generator'"):
         open_weights(pointing_at(path, folder, weights_entry="ema").stream)
 
@@ -108,7 +114,7 @@ def test_a_bf16_file_loads_to_its_values_and_a_bf16_model_keeps_what_diffusers_k
 
 
 def test_a_stage_reads_its_own_tensors_only(tmp_path: Path):
-    """The other stage's shard may be unreadable beyond its header."""
+    """What one block asks of the files, and nothing else."""
     folder = tmp_path / "wan"
     write_diffusers(folder, DIT, VAE)
     config = pointing_at(folder)
@@ -123,8 +129,6 @@ def test_a_stage_reads_its_own_tensors_only(tmp_path: Path):
                 yield name, tensor
 
         checkpoint.file.read = spy
-    from ds_stream.model.pipeline import FilledLayerSpec, layer_specs
-
     specs = layer_specs(config.stream)
     FilledLayerSpec(specs[3], 3, weights, CPU).build()
     assert read
@@ -206,7 +210,7 @@ def test_places_that_hold_nothing(tmp_path: Path):
     assert_error(pointing_at(tmp_path / "lost.pt"), r"stream\.model\.weights: there is no .*lost\.pt; give the path")
     assert_error(pointing_at(folder, tmp_path / "lost"), r"stream\.vae\.weights: there is no .*lost; give the path")
     (tmp_path / "empty").mkdir()
-    assert_error(pointing_at(tmp_path / "empty", folder), r"empty: holds no \.safetensors file")
+    assert_error(pointing_at(tmp_path / "empty", folder), r"empty: holds no \.safetensors or \.pt file")
     torch.save(original_dit(DIT), tmp_path / "model.pt")
     assert_error(
         pointing_at(tmp_path / "model.pt"), r"stream\.vae\.weights is auto, but .* holds neither vae nor Wan2"

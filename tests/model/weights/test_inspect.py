@@ -69,6 +69,19 @@ def test_all_entries_and_all_parts_of_a_folder(tmp_path: Path, capsys: pytest.Ca
     assert said.count("DiT, names of") == said.count("Wan VAE, names of") == 2
 
 
+def test_a_training_checkpoint_with_more_than_models_in_a_folder_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    optimizer = {"state": {"exp_avg": torch.zeros(2)}}
+    torch.save(
+        {"generator": original_dit(DIT), "optimizer": optimizer, "step": torch.tensor(3)}, tmp_path / "model.pt"
+    )
+    said = say(capsys, tmp_path)
+    assert "DiT, names of the original model, entry generator of" in said
+    assert "entry optimizer.state: 1 tensors that are no part of a model" in said
+    assert "entry outside of all others: 1 tensors" in said
+
+
 def test_a_lora_and_files_that_are_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     state = {
         "blocks.0.attn1.to_q.lora_A.weight": torch.zeros(3, 24),

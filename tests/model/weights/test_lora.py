@@ -1,5 +1,6 @@
 """LoRA files of either naming change the weights as the paper says; what has no target is an error."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,40 @@ def test_alpha_in_the_metadata_and_two_files_at_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({"lora_alpha": 12, "r": 3}, 4),
+        ({"lora_alpha": 12, "use_rslora": True}, 12 / 3**0.5),
+        ({"lora_alpha": 12, "alpha_pattern": {"blocks.1.attn1.to_q": 6}}, 2),
+        ({"lora_alpha": 12, "alpha_pattern": {"to_k": 6}}, 4),
+        ({"lora_alpha": None}, 1),
+    ],
+)
+@pytest.mark.parametrize("beside", [True, False])
+def test_settings_of_peft_in_the_file_and_beside_it(tmp_path: Path, settings: dict, factor: float, beside: bool):
+    down, up = halves(QUERY)
+    state = {f"{QUERY}.lora_A.weight": down, f"{QUERY}.lora_B.weight": up}
+    path = tmp_path / "adapter_model.safetensors"
+    if beside:
+        save_file(state, path)
+        (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    else:
+        named = {f"transformer.{key}": value for key, value in settings.items()}
+        save_file(state, path, metadata={"lora_adapter_metadata": json.dumps(named)})
+    assert_changed(merged(path), {f"{QUERY}.weight": factor * up @ down})
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"lora_alpha": "much"}', '{"alpha_pattern": [3]}'])
+def test_settings_that_are_none(tmp_path: Path, text: str):
+    down, up = halves(QUERY)
+    path = tmp_path / "adapter_model.safetensors"
+    state = {f"{QUERY}.lora_A.weight": down, f"{QUERY}.lora_B.weight": up}
+    save_file(state, path, metadata={"lora_adapter_metadata": text})
+    with pytest.raises(ValueError, match=r"lora_adapter_metadata is not the settings of a LoRA .*; export"):
+        open_weights(config_with(loras=[{"path": str(path)}]).stream)
+
+
+@pytest.mark.parametrize(
     ("state", "message"),
     [
         (
@@ -85,14 +120,27 @@ def test_alpha_in_the_metadata_and_two_files_at_once(tmp_path: Path):
             r"1 of 1 names have no target.*lora_unet_blocks",
         ),
         ({"blocks.7.attn1.to_q.lora_A.weight": torch.zeros(3, 24)}, "have no target in this model: blocks.7"),
-        ({f"{QUERY}.lora_A.weight": torch.zeros(3, 24)}, "has only half of its LoRA"),
+        ({f"{QUERY}.lora_A.weight": torch.zeros(3, 24)}, "has only a part of its LoRA"),
         (
             {f"{QUERY}.lora_A.weight": torch.zeros(3, 20), f"{QUERY}.lora_B.weight": torch.zeros(24, 3)},
-            r"is \[24, 3\] times \[3, 20\], but .* is \[24, 24\]; it is for another",
+            r"lora_B\.weight is \[24, 3\] and .*lora_A\.weight is \[3, 20\], but .* is \[24, 24\]",
         ),
         (
             {f"{QUERY}.lora_A.weight": torch.zeros(2, 24), f"{QUERY}.lora_B.weight": torch.zeros(24, 3)},
             "it is for another model",
+        ),
+        ({f"{QUERY}.alpha": torch.tensor(3.0)}, "has only a part of its LoRA"),
+        (
+            {f"{QUERY}.lora_A.weight": torch.zeros(0, 24), f"{QUERY}.lora_B.weight": torch.zeros(24, 0)},
+            "it is for another model",
+        ),
+        (
+            {
+                f"{QUERY}.lora_A.weight": torch.zeros(3, 24),
+                f"{QUERY}.lora_B.weight": torch.zeros(24, 3),
+                f"{QUERY}.alpha": torch.zeros(2),
+            },
+            r"alpha is \[2\], but",
         ),
     ],
 )
