@@ -94,20 +94,21 @@ def original_vae_name(name: str) -> str:
     return f"{half}.{rest.replace('conv_shortcut.', 'shortcut.')}"
 
 
-def write_sharded(folder: Path, state: State, num_shards: int = 3) -> None:
-    folder.mkdir(parents=True)
+def write_shards(folder: Path, state: State, stem: str = "diffusion_pytorch_model", num_shards: int = 3) -> None:
+    """Into an existing folder."""
     names = sorted(state)
-    files = [f"diffusion_pytorch_model-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
+    files = [f"{stem}-{i + 1:05d}-of-{num_shards:05d}.safetensors" for i in range(num_shards)]
     for index, file in enumerate(files):
         save_file({name: state[name].contiguous() for name in names[index::num_shards]}, folder / file)
     weight_map = {name: files[place % num_shards] for place, name in enumerate(names)}
-    index_file = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index_file = folder / f"{stem}.safetensors.index.json"
     index_file.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def write_diffusers(folder: Path, dit: State, vae: State) -> Path:
-    write_sharded(folder / "transformer", dit)
-    (folder / "vae").mkdir()
+    for part in ("transformer", "vae"):
+        (folder / part).mkdir(parents=True)
+    write_shards(folder / "transformer", dit)
     save_file(
         {name: value.contiguous() for name, value in vae.items()}, folder / "vae/diffusion_pytorch_model.safetensors"
     )

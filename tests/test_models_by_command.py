@@ -134,7 +134,7 @@ def write_sparse(folder: Path, shapes: dict[str, tuple[int, ...]], num_shards: i
 
 def test_a_14b_layout_in_a_dry_run_on_four_ranks(tmp_path: Path):
     config = load_config(find_config("sdv2_v2v_14b")).stream
-    shapes = {original_dit_name(name): shape for name, shape in part_shapes(config)[Part.DIT].items()}
+    shapes = {original_dit_name(name): shape for name, shape in part_shapes(config, Part.DIT).items()}
     write_sparse(tmp_path / "wan", shapes, num_shards=6)
     arguments = [
         *(

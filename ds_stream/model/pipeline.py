@@ -5,6 +5,7 @@ them are the ring's and run once per pass.
 """
 
 import contextlib
+import functools
 import io
 from collections.abc import Sequence
 
@@ -71,17 +72,15 @@ def open_weights(config: StreamConfig) -> ModelWeights:
     Raises:
         ValueError: a file is missing, damaged, or does not fit ``config``.
     """
-    return ModelWeights(config, part_shapes(config))
+    return ModelWeights(config, functools.partial(part_shapes, config))
 
 
-def part_shapes(config: StreamConfig) -> dict[Part, Shapes]:
-    """What each part's checkpoint holds: for the VAEs both halves, even if one is not used."""
-    specs = {
-        Part.DIT: layer_specs(config)[1:-1],
-        Part.VAE: _vae_specs(config),
-        Part.LIGHT_VAE: _light_specs(config),
-    }
-    return {part: shapes_of([spec.build() for spec in of_part]) for part, of_part in specs.items()}
+def part_shapes(config: StreamConfig, part: Part) -> Shapes:
+    """What a part's checkpoint holds: for the VAEs both halves, even if one is not used."""
+    specs: Sequence[StreamLayerSpec] = layer_specs(config)[1:-1]
+    if part is not Part.DIT:
+        specs = _vae_specs(config) if part is Part.VAE else _light_specs(config)
+    return shapes_of([spec.build() for spec in specs])
 
 
 class StageLayers:

@@ -50,7 +50,8 @@ def test_ranks_rows_and_lead_do_not_change_the_video(num_stages: int, context_pa
     short = itertools.cycle(range(LONGEST))
     for lead, max_rows in itertools.product(range(num_passes), range(1, num_passes + 1)):
         # Zero chunks, fewer than stages, than rows, than the window: every length meets some ring.
-        for num_chunks in range(LONGEST + 1) if FULL_SWEEP else (next(short), LONGEST):
+        few = (next(short), LONGEST) if num_stages in (2, 4) else (LONGEST,)
+        for num_chunks in range(LONGEST + 1) if FULL_SWEEP else few:
             config = config_of(lead, context_pass, max_rows)
             clip = clip_of(num_chunks)
             (frames,) = MockRing(config, num_stages).run([Stream(5, clip)])

@@ -38,7 +38,7 @@ def random_state(shapes: Shapes) -> dict[str, torch.Tensor]:
 
 def main(preset: str, folder: Path) -> None:
     config = load_config(find_config(preset)).stream
-    shapes = part_shapes(config)
+    shapes = {part: part_shapes(config, part) for part in (Part.DIT, Part.VAE, Part.LIGHT_VAE)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(original_dit(random_state(shapes[Part.DIT])), folder / "diffusion_pytorch_model.safetensors")
     torch.save(original_vae(random_state(shapes[Part.VAE])), folder / "Wan2.1_VAE.pth")

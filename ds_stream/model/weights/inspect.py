@@ -110,13 +110,13 @@ def _fitting_configs(checkpoint: Checkpoint) -> tuple[list[str], str]:
 
 
 @functools.cache
-def _shapes(config: Path) -> dict[Part, Shapes]:
-    return part_shapes(load_config(config).stream)
+def _shapes(config: Path, part: Part) -> Shapes:
+    return part_shapes(load_config(config).stream, part)
 
 
 def _complaint(checkpoint: Checkpoint, config: Path) -> str:
     try:
-        check_names(str(checkpoint.file.path), _shapes(config)[checkpoint.part], checkpoint.tensors)
+        check_names(str(checkpoint.file.path), _shapes(config, checkpoint.part), checkpoint.tensors)
     except ValueError as error:
         return str(error).rsplit("\n", 1)[0]
     return ""

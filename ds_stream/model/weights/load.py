@@ -3,7 +3,7 @@
 A rank maps the files and reads only what its own layers need.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -27,13 +27,13 @@ class ModelWeights:
     """Where all weights of a model come from. Opening them reads no tensor.
 
     Args:
-        wanted: what each part has to have.
+        wanted: what a part has to have; asked only of parts that come from files.
 
     Raises:
         ValueError: a file is missing, damaged, or does not fit ``config``.
     """
 
-    def __init__(self, config: StreamConfig, wanted: Mapping[Part, Shapes]):
+    def __init__(self, config: StreamConfig, wanted: Callable[[Part], Shapes]):
         self.seed = config.model.weights_seed
         self.checkpoints: dict[Part, Checkpoint | None] = {}
         """``None``: random weights."""
@@ -43,9 +43,11 @@ class ModelWeights:
                 checkpoint = Checkpoint.open(path, config.model.weights_entry if part is Part.DIT else "auto")
                 if checkpoint.part is not part:
                     raise ValueError(f"{path} holds a {checkpoint.part.value}, where a {part.value} is wanted")
-                check_names(f"{path}", wanted[part], checkpoint.tensors)
+                check_names(f"{path}", wanted(part), checkpoint.tensors)
             self.checkpoints[part] = checkpoint
-        self.loras = [Lora(Path(lora.path).expanduser(), lora.scale, wanted[Part.DIT]) for lora in config.model.loras]
+        loras = config.model.loras
+        targets = wanted(Part.DIT) if loras else {}
+        self.loras = [Lora(Path(lora.path).expanduser(), lora.scale, targets) for lora in loras]
         self._dtype = torch_dtype(config)
 
     @property

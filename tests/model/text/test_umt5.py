@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer, UMT5EncoderModel
 
 from ds_stream.model.text.umt5 import clean_prompt
 from ds_stream.model.weights.locate import ORIGINAL_UMT5
+from published import write_shards
 from tiny_umt5 import CONFIG, NUM_TOKENS, PROMPTS, edit_diffusers, edit_original, encoder_of
 
 
@@ -89,10 +91,11 @@ def test_prompts_are_cleaned(raw: str, clean: str, written: Path):
 
 def test_sharded_weights(diffusers: Path, model: UMT5EncoderModel):
     expected = encoder_of(diffusers).encode(["a cat"])[0]
-    shutil.rmtree(diffusers / "text_encoder")
-    model.save_pretrained(diffusers / "text_encoder", max_shard_size="5KB")
+    whole = diffusers / "text_encoder/model.safetensors"
+    write_shards(diffusers / "text_encoder", load_file(whole), "model", num_shards=3)
+    whole.unlink()
     shards = sorted((diffusers / "text_encoder").glob("model-*.safetensors"))
-    assert len(shards) > 1
+    assert len(shards) == 3
     assert torch.equal(encoder_of(diffusers).encode(["a cat"])[0], expected)
     shards[1].unlink()
     with pytest.raises(ValueError, match=f"lacks text_encoder/{shards[1].name};"):

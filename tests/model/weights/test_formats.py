@@ -22,7 +22,7 @@ from published import (
     states_of,
     write_diffusers,
     write_original,
-    write_sharded,
+    write_shards,
 )
 from rings import CPU
 
@@ -195,7 +195,8 @@ def test_a_truncated_file_is_one_error(tmp_path: Path, suffix: str, keep: float)
 
 def test_shards_and_indices_that_are_not_there(tmp_path: Path):
     folder = tmp_path / "wan"
-    write_sharded(folder, DIT)
+    folder.mkdir()
+    write_shards(folder, DIT)
     lost = next(folder.glob("*-00002-*"))
     lost.unlink()
     with pytest.raises(ValueError, match=f"1 of 3 shards are missing: {lost.name}"):

@@ -27,7 +27,7 @@ def empty_of(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def real_dit(name: str) -> dict[str, torch.Tensor]:
-    shapes = part_shapes(load_config(find_config(name)).stream)[Part.DIT]
+    shapes = part_shapes(load_config(find_config(name)).stream, Part.DIT)
     return original_dit({key: empty_of(shape) for key, shape in shapes.items()})
 
 
