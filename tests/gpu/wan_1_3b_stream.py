@@ -30,7 +30,12 @@ RUNS = {
         ["--input", "synthetic", "--num-frames", "321"],
         ["stream.light_vae.use=decoder", "stream.light_vae.weights={folder}/taew2_1.safetensors"],
     ),
-    "sdv2_v2v_1_3b, one step at a time": (
+    "sdv2_v2v_1_3b, light VAE both ways": (
+        "sdv2_v2v_1_3b",
+        ["--input", "synthetic", "--num-frames", "161"],
+        ["stream.light_vae.use=both", "stream.light_vae.weights={folder}/taew2_1.safetensors"],
+    ),
+    "sdv2_v2v_1_3b, one row at a time": (
         "sdv2_v2v_1_3b",
         ["--input", "synthetic", "--num-frames", "161"],
         ["stream.batch.max_rows=1"],
