@@ -15,6 +15,8 @@ import threading
 import time
 from pathlib import Path
 
+import av
+import numpy as np
 import psutil
 import torch
 
@@ -73,10 +75,11 @@ class Watch:
         return [max(part[len(part) * i // 4 : max(len(part) * (i + 1) // 4, 1)], default=0) for i in range(4)]
 
 
-def stream(folder: Path, preset: str, arguments: list[str], settings: list[str]) -> dict:
+def stream(folder: Path, preset: str, arguments: list[str], settings: list[str], num_ranks: int = 1) -> dict:
     weights = [f"stream.{part}.weights={folder}" for part in ("model", "vae")] + ["stream.model.weights_entry=auto"]
     sets = [part for setting in [*weights, *settings] for part in ("--set", setting.format(folder=folder))]
-    command = [sys.executable, str(ROOT / "launch" / "stream.py"), "--config", preset, *arguments, *sets]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(num_ranks)] if num_ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "launch" / "stream.py"), "--config", preset, *arguments, *sets]
     command += ["--prompt-embeds", str(folder / "prompt.safetensors"), "--seed", "1"]
     command += ["--output", str(folder / "out.mp4"), "--report", str(folder / "report")]
     started = time.monotonic()
@@ -94,7 +97,26 @@ def stream(folder: Path, preset: str, arguments: list[str], settings: list[str])
         "gpu_mib_by_quarter": watch.by_quarter(watch.gpu_mib),
         "host_mib_by_quarter": watch.by_quarter(watch.host_mib),
         "stream": report["stream"],
-        "stage": report["stages"][0],
+        "stages": report["stages"],
+    }
+
+
+def ranks_agree(folder: Path) -> dict:
+    """Four ranks that share the GPU against one, everything on that the preset has."""
+    arguments, settings = ["--input", "synthetic", "--num-frames", "33"], ["stream.batch.exact_rows=true"]
+    videos = []
+    for num_ranks in (1, 4):
+        figures = stream(folder, "sdv2_v2v_1_3b", arguments, settings, num_ranks)
+        with av.open(str(folder / "out.mp4")) as container:
+            videos.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+    difference = np.abs(videos[0].astype(int) - videos[1])
+    return {
+        "arguments": " ".join([*arguments, *settings]),
+        "equal": bool((difference == 0).all()),
+        "max_difference_of_255": int(difference.max()),
+        "planned_mib": figures["planned_mib"],
+        "peak_host_memory_mib_of_each_rank": [stage["peak_host_memory_mib"] for stage in figures["stages"]],
+        "peak_gpu_memory_mib_of_each_rank": [stage["peak_gpu_memory_mib"] for stage in figures["stages"]],
     }
 
 
@@ -118,6 +140,9 @@ def main(result: Path) -> None:
             figures["runs"][title] = stream(folder, preset, arguments, settings)
             print(title, json.dumps(figures["runs"][title]), flush=True)
             result.write_text(json.dumps(figures, indent=2) + "\n")
+        figures["four_ranks_on_one_gpu_against_one"] = ranks_agree(folder)
+        print(json.dumps(figures["four_ranks_on_one_gpu_against_one"]), flush=True)
+        result.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
