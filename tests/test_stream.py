@@ -203,7 +203,7 @@ def raise_in_third_forward(rank: int) -> None:
         }
 
 
-@pytest.mark.parametrize(("misdeed", "guilty"), [("kill", 0), ("kill", 2), ("stop", 0), ("stop", 1), ("raise", 1)])
+@pytest.mark.parametrize(("misdeed", "guilty"), [("kill", 0), ("kill", 2), ("stop", 0), ("raise", 1)])
 def test_a_guilty_rank_ends_all_and_what_was_done_plays(tmp_path: Path, misdeed: str, guilty: int):
     before = raise_in_third_forward if misdeed == "raise" else slow_decode
     arguments = ("--text-only", "--num-frames", "4000")
@@ -266,6 +266,8 @@ def test_memory_of_the_first_rank_is_flat_and_positions_have_no_limit(tmp_path: 
     config = tiny_config(
         video={"width": 16, "height": 16},
         noise={"steps": [700, 400]},
+        # The Wan VAE would take most of the time.
+        light_vae={"use": "both", "encoder_width": 2, "decoder_widths": [2, 2, 2, 2], "num_memory_blocks": 1},
         context={"num_latent_frames_per_chunk": 6, "num_window_latent_frames": 6, "num_sink_latent_frames": 2},
     )
     (tmp_path / "config.json").write_text(config.to_json())

@@ -64,7 +64,7 @@ def relay(rank: int, guilty: int | None, misdeed: Callable[[int], None], stderr:
     watchdog.close()
 
 
-@pytest.mark.parametrize("guilty", range(NUM_RANKS))
+@pytest.mark.parametrize("guilty", [0, NUM_RANKS - 1])
 @pytest.mark.parametrize(
     ("misdeed", "says"),
     [
