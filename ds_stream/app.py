@@ -2,8 +2,6 @@
 
 import argparse
 import contextlib
-import hashlib
-import json
 import os
 import secrets
 import signal
@@ -15,7 +13,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ds_stream import __version__
 from ds_stream.cli import (
     build_parser,
     configure,
@@ -36,11 +33,13 @@ from ds_stream.core import (
     RankInfo,
     StreamError,
 )
+from ds_stream.summary import describe_run, say_what_was_done
 
 if TYPE_CHECKING:
     from ds_stream.controller.prompts import PromptTimeline
     from ds_stream.model.memory_plan import StageMemory
-    from ds_stream.run import RunResult
+    from ds_stream.model.weights.load import ModelWeights
+    from ds_stream.run import StreamRequest
 
 _DEMO_CLIP = "ds_stream_demo_input.mp4"
 _ENDING_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -54,6 +53,11 @@ def main(argv: list[str], default_config: Path) -> int:
     info = RankInfo.from_environment()
     with contextlib.nullcontext() if info.rank == 0 else _silence():
         options = build_parser(default_config).parse_args(argv)
+    if info.rank == 0:
+        # Warnings of the parts look like those of the command, and speak for all ranks.
+        warnings.showwarning = lambda message, *_, **__: warn(message)
+    else:
+        warnings.simplefilter("ignore")
     try:
         config = configure(options)
         if options.print_config or options.print_schedule:
@@ -103,8 +107,6 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     # The launch script has done so before its imports, for threads that those start.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
     if info.rank == 0:
-        # Warnings of the parts look like those of the command.
-        warnings.showwarning = lambda message, *_, **__: warn(message)
         warn_of_idle_settings(options, config)
         # One rank draws the seed; the others learn it when the session opens.
         config = config if config.stream.noise.seed is not None else config.with_seed(secrets.randbelow(2**31))
@@ -113,24 +115,16 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
     _choose_accelerator(config)
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
-    from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
-    from ds_stream.run import StreamRequest, run_rank
+    from ds_stream.run import run_rank
 
-    weights = open_weights(config.stream)
-    request = None
-    if info.rank > 0:
-        # The first rank's warnings speak for all.
-        warnings.simplefilter("ignore")
-    elif weights.random_parts and len(weights.random_parts) < len(weights.checkpoints):
-        warn(f"the weights of {', '.join(weights.random_parts)} are random while others are not; name their files")
-    if writer is not None:
-        check_memory(_plan_memory(options, config), config.stream, info)
-        frame_rate = DEFAULT_FRAME_RATE if reader is None else reader.info.frame_rate
-        num_frames = options.num_frames if reader is None else reader.info.num_frames
-        warn_of_late_prompts(options, num_frames, frame_rate)
-        prompts = _make_timeline(options, config, info, frame_rate)
-        request = StreamRequest(prompts, reader, writer, options.num_frames)
+    try:
+        weights = open_weights(config.stream)
+        request = None if writer is None else _make_request(options, config, info, weights, reader, writer)
+    except (ValueError, StreamError):
+        if writer is not None:
+            writer.abort()
+        raise
     result = run_rank(config, info, weights, request, interrupted)
     if result is None or writer is None:
         return 0
@@ -141,11 +135,32 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         why = result.input_error or f"input {options.input} has no frame that can be decoded"
         raise StreamError(f"{why}; there is no output")
     writer.finish()
-    _say_what_was_done(options, config, result, weights.random_parts)
+    say_what_was_done(options, config, result, weights.random_parts)
     if result.input_error is not None:
         print(f"ds_stream: {result.input_error}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _make_request(
+    options: argparse.Namespace,
+    config: Config,
+    info: RankInfo,
+    weights: "ModelWeights",
+    reader: FrameReader | None,
+    writer: FrameWriter,
+) -> "StreamRequest":
+    """What the first rank streams, once everything that can be checked without loading is in order."""
+    from ds_stream.memory import check_memory
+    from ds_stream.run import StreamRequest
+
+    if weights.random_parts and len(weights.random_parts) < len(weights.checkpoints):
+        warn(f"the weights of {', '.join(weights.random_parts)} are random while others are not; name their files")
+    check_memory(_plan_memory(options, config), config.stream, info)
+    frame_rate = DEFAULT_FRAME_RATE if reader is None else reader.info.frame_rate
+    warn_of_late_prompts(options, options.num_frames if reader is None else reader.info.num_frames, frame_rate)
+    prompts = _make_timeline(options, config, info, frame_rate)
+    return StreamRequest(prompts, reader, writer, options.num_frames)
 
 
 def _plan_memory(options: argparse.Namespace, config: Config) -> "list[StageMemory]":
@@ -231,52 +246,9 @@ def _open_media(options: argparse.Namespace, config: Config) -> tuple[FrameReade
         video.width,
         video.height,
         audio_from=source,
-        metadata={"comment": _describe_run(options, config)},
+        metadata={"comment": describe_run(options, config)},
     )
     return reader, writer
-
-
-def _describe_run(options: argparse.Namespace, config: Config) -> str:
-    """What it takes to make the same video again, for the file's metadata."""
-    prompts = [f"prompt: {options.prompt}", *(f"prompt at {text}" for text in options.prompt_at)]
-    if options.prompt_embeds is not None:
-        digest = hashlib.blake2b(options.prompt_embeds.read_bytes(), digest_size=6).hexdigest()
-        prompts = [f"prompt embeds: {options.prompt_embeds.name} {digest}"]
-    parts = [f"ds_stream {__version__}", *prompts, f"seed: {config.stream.noise.seed}", f"config: {config.digest}"]
-    return "; ".join(parts)
-
-
-def _say_what_was_done(
-    options: argparse.Namespace, config: Config, result: "RunResult", random_parts: list[str]
-) -> None:
-    if options.report is not None:
-        options.report.mkdir(parents=True, exist_ok=True)
-        report = {
-            "version": __version__,
-            "config": json.loads(config.to_json()),
-            "config_digest": config.digest,
-            "prompt": options.prompt,
-            "prompt_at": options.prompt_at,
-            "stream": result.stream,
-            "stages": result.stages,
-        }
-        (options.report / "report.json").write_text(json.dumps(report, indent=2) + "\n")
-    if random_parts:
-        parts = ", ".join(random_parts)
-        print(f"ds_stream: the weights are random ({parts}), so the picture is abstract; the pipeline works")
-    print(f"ds_stream: {_figures(result, config.digest)}")
-    print(f"ds_stream: output: {options.output.resolve()}", flush=True)
-
-
-def _figures(result: "RunResult", digest: str) -> str:
-    stream = result.stream
-    stages = "1 stage" if len(result.stages) == 1 else f"{len(result.stages)} stages"
-    parts = [f"{stream['frames']} frames on {stages}, seed {stream['seed']}, config {digest}"]
-    if stream["frames_per_second"] is not None:
-        parts.append(f"{stream['frames_per_second']:.2f} frames/s with the filling of the ring")
-        parts.append(f"first frame after {stream['ttff_ms']:.0f} ms")
-        parts.append(f"chunk latency {stream['chunk_latency_ms_p50']:.0f} ms (median)")
-    return "; ".join(parts)
 
 
 def _choose_accelerator(config: Config) -> None:

@@ -13,7 +13,8 @@ import numpy as np
 
 from ds_stream.app import main
 from ds_stream.media.writer import VideoWriter
-from rings import start_forked, tiny_config, wait_for
+from forked import start_forked, wait_for
+from rings import tiny_config
 
 TIMEOUT_S = 2.0
 

@@ -1,12 +1,8 @@
-"""Rings for tests: tiny configs, clips and streams; several stages in one process, or forked ranks over gloo."""
+"""Rings for tests: tiny configs, clips and streams; several stages in one process."""
 
 import os
-import signal
-import socket
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -29,6 +25,7 @@ from ds_stream.model.pipeline import StreamModule, open_weights
 from ds_stream.model.text.hashed import HashedTextEncoder
 from ds_stream.reference import Reference
 from ds_stream.schedule.planner import RingPlanner, num_message_buffers
+from forked import leave_groups, rank_environment
 
 CPU = torch.device("cpu")
 LOOPBACK_TIMEOUT_S = 60
@@ -252,90 +249,8 @@ def _loopback_links(num_stages: int, num_buffers: int) -> list[StageLinks]:
 
 
 def _enter_fake_group(rank: int, num_ranks: int) -> None:
-    _leave_groups()
+    leave_groups()
     os.environ |= rank_environment(rank, num_ranks, port=1) | {"LOCAL_RANK": "0"}
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
     deepspeed.init_distributed(dist_backend="fake", verbose=False)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
-def fork_ranks(num_ranks: int, run: Callable[[int], None], timeout_s: float = 60) -> None:
-    """Run ``run(rank)`` in forked processes that share a gloo group; a second instead of ten for fresh ones.
-
-    Raises:
-        AssertionError: a rank failed or did not end.
-    """
-    failed = wait_for(start_forked(num_ranks, run), timeout_s)
-    assert not failed, f"ranks that failed or hang: {failed}"
-
-
-def start_forked(num_ranks: int, run: Callable[[int], None], join: bool = True) -> dict[int, int]:
-    """Start ``run(rank)`` in forked processes; returns ``{pid: rank}``.
-
-    Args:
-        join: whether they share a gloo group already; if not, they find what a launcher would tell them.
-    """
-    port = free_port()
-    children = {}
-    for rank in range(num_ranks):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                _leave_groups()
-                os.environ |= rank_environment(rank, num_ranks, port)
-                if join:
-                    dist.init_process_group("gloo")
-                run(rank)
-                code = 0
-            except SystemExit as end:
-                code = end.code
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children[pid] = rank
-    return children
-
-
-def wait_for(children: dict[int, int], timeout_s: float) -> dict[int, int]:
-    """Exit codes, other than 0, of the forked ranks ``{pid: rank}``; what hangs is killed and counts as -9."""
-    deadline = time.monotonic() + timeout_s
-    codes: dict[int, int] = {}
-    while len(codes) < len(children):
-        for pid, rank in children.items():
-            if rank in codes:
-                continue
-            if time.monotonic() > deadline:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                codes[rank] = -signal.SIGKILL
-            elif (ended := os.waitpid(pid, os.WNOHANG))[0] == pid:
-                codes[rank] = os.waitstatus_to_exitcode(ended[1])
-        time.sleep(0.01)
-    return {rank: code for rank, code in codes.items() if code != 0}
-
-
-def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """What a launcher tells a rank."""
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def _leave_groups() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    deepspeed.comm.comm.cdb = None

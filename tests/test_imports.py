@@ -20,6 +20,7 @@ ORDER = [
     "memory",
     "run",
     "cli",
+    "summary",
     "app",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import av
 
-from rings import free_port
+from forked import free_port
 
 STREAM = Path(__file__).parent.parent / "launch" / "stream.py"
 

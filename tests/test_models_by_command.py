@@ -192,6 +192,7 @@ def test_a_mistake_is_told_once_before_anything_starts(tmp_path: Path, arguments
     assert command.said.count(says) == 1, command.said
     assert "Traceback" not in command.said
     assert not command.output.exists()
+    assert not command.partial.exists()
 
 
 def test_an_embedding_of_another_model_is_an_error(tmp_path: Path):

@@ -115,12 +115,12 @@ def test_a_mistake_is_told_once_before_anything_starts(tmp_path: Path, arguments
 def test_a_taken_port_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import socket
 
-    import rings
+    import forked
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        monkeypatch.setattr(rings, "free_port", lambda: listener.getsockname()[1])
+        monkeypatch.setattr(forked, "free_port", lambda: listener.getsockname()[1])
         command = Command(tmp_path, 1, "--text-only", "--num-frames", "1")
         assert command.wait() == {0: 2}
     assert "is taken, perhaps by another run" in command.said

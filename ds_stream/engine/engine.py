@@ -4,17 +4,16 @@ It decides nothing. Each handler does what the docstring of its instruction says
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from ds_stream.core import Frames, Plan, Row
+from ds_stream.engine.groups import without_first_exchange
 from ds_stream.engine.links import Field, StageLinks
 from ds_stream.engine.plans import PLAN_FIELD, decode_plan, encode_plan
 from ds_stream.model.adaptive_sinks import NO_SINK
@@ -83,7 +82,7 @@ class StreamEngine(PipelineEngine):
         on_frames: Callable[[Row, Tensor], None] | None = None,
         enter_phase: Callable[[str, bool], None] = lambda _phase, _waiting: None,
     ):
-        with _without_first_exchange():
+        with without_first_exchange():
             super().__init__(
                 args=None,
                 model=module,
@@ -302,18 +301,3 @@ class StreamEngine(PipelineEngine):
         ins.ReturnLatents: _exec_return_latents,
         ins.DecodeChunk: _exec_decode_chunk,
     }
-
-
-@contextmanager
-def _without_first_exchange() -> Iterator[None]:
-    """Keep the parent's ``__init__`` from exchanging a first tensor with the neighbours.
-
-    It goes over the world group, which the ring does not use, and gloo aborts the process when ranks that share a GPU
-    hand it a CUDA tensor.
-    """
-    send, recv = p2p.send, p2p.recv
-    p2p.send = p2p.recv = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        p2p.send, p2p.recv = send, recv

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -10,6 +12,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.pipe import p2p
 
 from ds_stream.core import RankInfo
 from ds_stream.engine.links import Channel, GroupChannel, HostStagedChannel, Link, LoopbackChannel, StageLinks
@@ -147,3 +150,18 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+@contextmanager
+def without_first_exchange() -> Iterator[None]:
+    """Keep the parent's ``__init__`` from exchanging a first tensor with the neighbours.
+
+    It goes over the world group, which the ring does not use, and gloo aborts the process when ranks that share a GPU
+    hand it a CUDA tensor.
+    """
+    send, recv = p2p.send, p2p.recv
+    p2p.send = p2p.recv = lambda *_args, **_kwargs: None
+    try:
+        yield
+    finally:
+        p2p.send, p2p.recv = send, recv

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from ds_stream.core import RankInfo
 from ds_stream.engine.failure import Watchdog
 from ds_stream.engine.links import GroupChannel, Link, LinkError
-from rings import CPU, start_forked, wait_for
+from forked import start_forked, wait_for
+from rings import CPU
 
 NUM_RANKS = 3
 TIMEOUT_S = 2.0

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from ds_stream.core import Event, EventKind, Plan, Row
 from ds_stream.engine.links import GroupChannel, Link, LinkError, LoopbackChannel
 from ds_stream.engine.plans import decode_plan, encode_plan
-from rings import CPU, fork_ranks
+from forked import fork_ranks
+from rings import CPU
 
 MIXED = [((2, 3), torch.bfloat16), ((5,), torch.float32), ((1, 7), torch.int64), ((3,), torch.uint8)]
 

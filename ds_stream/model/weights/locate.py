@@ -38,7 +38,7 @@ def locate_text_encoder(config: StreamConfig) -> Path | None:
     if encoder == HASHED or (encoder == "auto" and config.model.weights == RANDOM):
         return None
     if encoder != "auto":
-        return _existing("text.encoder", encoder)
+        return _existing("text.encoder", encoder, HASHED)
     places = (config.model.weights, config.vae.weights)
     roots = [_root(Path(place).expanduser()) for place in places if place not in ("auto", RANDOM)]
     for root in roots:
@@ -74,12 +74,12 @@ def _locate_vae(config: StreamConfig) -> Path | None:
     )
 
 
-def _existing(key: str, text: str) -> Path:
+def _existing(key: str, text: str, without: str = RANDOM) -> Path:
     path = Path(text).expanduser()
     if not path.exists():
         raise ValueError(
             f"stream.{key}: there is no {path}; give the path of the published file or folder (--set "
-            f'stream.{key}=PATH), or "{RANDOM}" to try the pipeline without'
+            f'stream.{key}=PATH), or "{without}" to try the pipeline without'
         )
     return path
 
