@@ -94,6 +94,7 @@ class Watchdog:
         self._verdict: Verdict | None = None
         self._closed = threading.Event()
         self._ending = threading.Lock()
+        self._publishing = threading.Lock()
         self._beats: dict[int, Beat] = {}
         self._changed_at: dict[int, float] = {}
         self._answered_at = time.monotonic()
@@ -249,22 +250,24 @@ class Watchdog:
 
     def _publish(self) -> None:
         assert self._store is not None
-        verdict = self._verdict
-        phase, waiting, since, limit_s = self._phase
-        self._count += 1
-        beat = Beat(
-            os.getpid(),
-            socket.gethostname(),
-            self._count,
-            phase,
-            waiting,
-            time.monotonic() - since,
-            limit_s,
-            self._done,
-            verdict.guilty if verdict else None,
-            verdict.reason if verdict else "",
-        )
-        self._store.set(_key(self._rank), json.dumps(asdict(beat)))
+        # One at a time: a beat composed before the end must not arrive after the one that tells it.
+        with self._publishing:
+            verdict = self._verdict
+            phase, waiting, since, limit_s = self._phase
+            self._count += 1
+            beat = Beat(
+                os.getpid(),
+                socket.gethostname(),
+                self._count,
+                phase,
+                waiting,
+                time.monotonic() - since,
+                limit_s,
+                self._done,
+                verdict.guilty if verdict else None,
+                verdict.reason if verdict else "",
+            )
+            self._store.set(_key(self._rank), json.dumps(asdict(beat)))
 
     def _read_beats(self) -> None:
         assert self._store is not None

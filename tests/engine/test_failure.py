@@ -1,9 +1,11 @@
 """Whatever happens to one rank, all end in time and the guilty one is named."""
 
+import json
 import os
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -131,3 +133,27 @@ def test_a_failing_rank_saves_its_output_first(tmp_path: Path):
 
     assert wait_for(start_forked(2, run), timeout_s=20) == {0: 1, 1: 1}
     assert (tmp_path / "saved by 0").exists()
+
+
+def test_a_beat_composed_before_the_end_does_not_arrive_after_it():
+    """The store is slow with the first beat; the end is told meanwhile, and must be the last word."""
+
+    class SlowStore:
+        def __init__(self):
+            self.beats: list[dict] = []
+            self.is_first = True
+
+        def set(self, _key: str, text: str) -> None:
+            if self.is_first:
+                self.is_first = False
+                time.sleep(0.3)
+            self.beats.append(json.loads(text))
+
+    store = SlowStore()
+    watchdog = Watchdog(store, 1, 2, 5.0, 5.0, None)
+    beating = threading.Thread(target=watchdog._publish)
+    beating.start()
+    time.sleep(0.1)
+    watchdog.close()
+    beating.join()
+    assert [beat["done"] for beat in store.beats] == [False, True]
