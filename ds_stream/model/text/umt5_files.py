@@ -95,7 +95,7 @@ def load_tokenizer(files: Umt5Files) -> PreTrainedTokenizerBase:
 
 
 def load_umt5(files: Umt5Files, device: torch.device, dtype: torch.dtype) -> UMT5EncoderModel:
-    """The model, tensor by tensor, so that host memory holds no second copy. ``ValueError`` if it is damaged."""
+    """The model, tensor by tensor. ``ValueError`` if it is damaged."""
     path = files.folder / (ORIGINAL_UMT5 if files.is_original else "text_encoder")
     file = open_tensors(path)
     config = _config_of_shapes(path, file.tensors) if files.is_original else _config_in(path)
@@ -113,7 +113,8 @@ def load_umt5(files: Umt5Files, device: torch.device, dtype: torch.dtype) -> UMT
         table[TIED_NAME] = SHARED_NAME
     found = {name: info for name, info in file.tensors.items() if name != SHARED_NAME or TIED_NAME not in table}
     check_names(str(path), {old: shapes[new] for old, new in table.items()}, found)
-    tensors = {table[old]: tensor.to(device, dtype, copy=True) for old, tensor in file.read(table)}
+    # On a CPU they stay in the map, since the model is soon gone: host memory holds no copy.
+    tensors = {table[old]: tensor.to(device, dtype) for old, tensor in file.read(table)}
     model.load_state_dict({**tensors, TIED_NAME: tensors[SHARED_NAME]}, strict=True, assign=True)
     model.encoder.set_input_embeddings(model.shared)
     return model.eval().requires_grad_(False)

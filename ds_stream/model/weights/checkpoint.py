@@ -84,7 +84,7 @@ class Checkpoint:
         return sum(info.num_bytes // info.dtype.itemsize for info in self.tensors.values())
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor by diffusers' name, mapped from disk: valid until the next one is asked for."""
+        """Each tensor by diffusers' name, mapped from disk as :meth:`TensorFile.read` says."""
         wanted = {self._file_names[name]: name for name in names}
         for file_name, tensor in self.file.read(wanted):
             yield wanted[file_name], tensor

@@ -44,7 +44,7 @@ class TensorFile(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor, mapped from disk: valid until the next one is asked for, to be copied, not changed."""
+        """Each tensor, mapped from disk: to be copied if it is to outlast the file as it is now, and not changed."""
         ...
 
 
