@@ -1,5 +1,6 @@
 """Which prompt each chunk of a session has: changes at a chunk's start, at once or fading in."""
 
+import math
 from typing import Literal
 
 import torch
@@ -71,11 +72,5 @@ def chunk_at(seconds: float, frame_rate: float, geometry: ChunkGeometry) -> int:
     Args:
         frame_rate: frames per second of the stream.
     """
-    frame = seconds * frame_rate
-    chunk = 0
-    if frame > 0:
-        # Chunks after the first are of one length; a hair before a boundary still counts as on it.
-        chunk = max(int((frame - geometry.first_frame(1)) // geometry.num_frames(1)) + 1, 0)
-        while geometry.first_frame(chunk) < frame - 1e-6:
-            chunk += 1
-    return chunk
+    # The chunks that all earlier frames fill come before it; a hair past a boundary still counts as on it.
+    return geometry.num_chunks(math.ceil(seconds * frame_rate - 1e-6))
