@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ds_stream.core import Frames, Plan, Row
 from ds_stream.engine.groups import without_first_exchange
-from ds_stream.engine.links import Field, StageLinks
+from ds_stream.engine.links import StageLinks
 from ds_stream.engine.plans import PLAN_FIELD, decode_plan, encode_plan
 from ds_stream.model.adaptive_sinks import NO_SINK
 from ds_stream.model.attention import KeyValue
 from ds_stream.model.cache import RollingCache
-from ds_stream.model.layers import RowBatch, RowContext, RowContextFactory, latent_shape, torch_dtype
+from ds_stream.model.layers import RowBatch, RowContext, RowContextFactory, latent_shape, message_fields, torch_dtype
 from ds_stream.model.noise import keyed_noise
 from ds_stream.model.pipeline import StreamModule
 from ds_stream.model.vae import VaeState
@@ -196,7 +196,7 @@ class StreamEngine(PipelineEngine):
     def _exec_recv_activations(self, launch: int, num_rows: int) -> None:
         assert self.links.activations_in is not None
         self.enter_phase(f"waiting for activations of stage {self.stage_id - 1}", True)
-        self._received = self.links.activations_in.recv(self._activation_fields(num_rows))
+        self._received = self.links.activations_in.recv(message_fields(self.stream_config, num_rows))
         if self.stream_config.context.adaptive_sinks:
             # The caches keep it longer than the message's buffer lasts.
             self._received[-1] = self._received[-1].clone()
@@ -261,18 +261,6 @@ class StreamEngine(PipelineEngine):
     @property
     def _dtype(self) -> torch.dtype:
         return torch_dtype(self.stream_config)
-
-    def _activation_fields(self, num_rows: int) -> list[Field]:
-        """Latents, hidden states, time embedding, modulation, perhaps sink choices: in the order of ``RowBatch``."""
-        shape, dim = latent_shape(self.stream_config), self.stream_config.model.dim
-        num_tokens = shape[1] * shape[2] * shape[3] // 4
-        fields = [
-            ((num_rows, *shape), torch.float32),
-            ((num_rows, num_tokens, dim), self._dtype),
-            ((num_rows, dim), self._dtype),
-            ((num_rows, 6, dim), self._dtype),
-        ]
-        return [*fields, ((num_rows,), torch.int64)] if self.stream_config.context.adaptive_sinks else fields
 
     def _noise(self, row: Row, step: int) -> Tensor:
         seed = self._sessions[row.session].seed

@@ -260,6 +260,22 @@ def latent_shape(config: StreamConfig) -> tuple[int, int, int, int]:
     )
 
 
+def message_fields(config: StreamConfig, num_rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of what a stage hands on: latents, hidden, time embedding, modulation, perhaps sink choices.
+
+    In the order of :class:`RowBatch`.
+    """
+    shape, dim, dtype = latent_shape(config), config.model.dim, torch_dtype(config)
+    num_tokens = shape[1] * cache_shape(config).tokens_per_frame
+    fields = [
+        ((num_rows, *shape), torch.float32),
+        ((num_rows, num_tokens, dim), dtype),
+        ((num_rows, dim), dtype),
+        ((num_rows, 6, dim), dtype),
+    ]
+    return [*fields, ((num_rows,), torch.int64)] if config.context.adaptive_sinks else fields
+
+
 def torch_dtype(config: StreamConfig) -> torch.dtype:
     """Type of weights and activations."""
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.device.dtype]

@@ -4,13 +4,14 @@ Weights and caches are exact; activations and the VAE's working memory are estim
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from torch import nn
 
 from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME
-from ds_stream.model.layers import BlockLayer, cache_shape, latent_shape, torch_dtype
+from ds_stream.model.layers import BlockLayer, cache_shape, message_fields, torch_dtype
 from ds_stream.model.light_vae import LightDecodeLayer, LightEncodeLayer
 from ds_stream.model.pipeline import layer_specs
 from ds_stream.model.vae import DecodeLayer, EncodeLayer
@@ -66,15 +67,13 @@ def _plan_stage(
     layers = [spec.build() for spec in specs]
     num_stages = len(config.stages.partition) - 1
     num_blocks = sum(isinstance(layer, BlockLayer) for layer in layers)
-    _, num_frames, height, width = latent_shape(config)
-    num_tokens = num_frames * height * width // 4
+    num_tokens = config.context.num_latent_frames_per_chunk * cache_shape(config).tokens_per_frame
 
     # A block's widest moment: its hidden states several times, some in fp32, and the feed-forward's hidden channels.
     rows_at_once = 1 if exact_rows else config.batch.max_rows
     block = rows_at_once * num_tokens * (10 * model.dim + 2 * model.ffn_dim) * dtype.itemsize
-    message = config.batch.max_rows * (
-        latent_shape(config)[0] * num_tokens * 4 * 4 + (num_tokens + 7) * model.dim * dtype.itemsize
-    )
+    fields_of_message = message_fields(config, config.batch.max_rows)
+    message = sum(math.prod(shape) * of_type.itemsize for shape, of_type in fields_of_message)
     # While a prompt fades, every chunk in the ring may have one of its own.
     num_prompts = num_stages * config.batch.max_rows if config.text.blend_chunks else 1
     num_links = (stage > 0) + (stage < num_stages - 1)
