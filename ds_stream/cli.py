@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ds_stream import __version__
 from ds_stream.config import Config, find_config, load_config
+from ds_stream.settings import RANDOM
 
 SYNTHETIC = "synthetic"
 """The ``--input`` that is no file."""
@@ -125,7 +126,7 @@ def warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
             "which is 1000"
         )
     light = config.stream.light_vae
-    if light.use == "no" and light.weights != "random":
+    if light.use == "no" and light.weights != RANDOM:
         warn(f"stream.light_vae.weights is {light.weights}, but stream.light_vae.use is no, so it is not read")
     if config.stream.text.blend_chunks and not options.prompt_at:
         warn("stream.text.blend_chunks fades prompts that change, but there is no --prompt-at")

@@ -4,6 +4,7 @@ import psutil
 import torch
 
 from ds_stream.core import RankInfo
+from ds_stream.engine.groups import num_gpus
 from ds_stream.model.memory_plan import MIB, StageMemory, check_fits, describe_plan, plan_memory
 from ds_stream.schedule.planner import num_message_buffers
 from ds_stream.settings import StreamConfig
@@ -18,8 +19,7 @@ def print_memory_plan(config: StreamConfig, text_encoder_bytes: int) -> list[Sta
     partition = config.stages.partition
     assert partition != "auto", "resolve the config first"
     num_buffers = num_message_buffers(len(partition) - 1, config.limits.max_queued_chunks)
-    exact_rows = _num_gpus(config) == 0 if config.batch.exact_rows == "auto" else config.batch.exact_rows
-    plan = plan_memory(config, exact_rows, num_buffers)
+    plan = plan_memory(config, config.batch.runs_exact_rows(on_cpu=num_gpus(config) == 0), num_buffers)
     print(describe_plan(plan, partition), flush=True)
     if text_encoder_bytes:
         size = f"{text_encoder_bytes / MIB:,.1f}"
@@ -33,15 +33,11 @@ def check_memory(plan: list[StageMemory], config: StreamConfig, info: RankInfo) 
     """Raise :class:`ValueError` if this machine's stages do not fit its memory, saying which setting to lower."""
     # Ranks are numbered machine by machine, and the first machine is this one.
     here = plan[: info.num_local_ranks] if info.num_ranks > 1 else plan
-    num_gpus = _num_gpus(config)
-    if num_gpus == 0:
+    gpus = num_gpus(config)
+    if gpus == 0:
         check_fits(here, psutil.virtual_memory().available, "this machine")
-    for gpu in range(num_gpus):
+    for gpu in range(gpus):
         # What another GPU has free is its own ranks' to ask: asking takes memory of it.
-        is_own = gpu == info.local_rank % num_gpus
+        is_own = gpu == info.local_rank % gpus
         total = torch.cuda.get_device_properties(gpu).total_memory
-        check_fits(here[gpu::num_gpus], torch.cuda.mem_get_info(gpu)[0] if is_own else total, f"GPU {gpu}")
-
-
-def _num_gpus(config: StreamConfig) -> int:
-    return torch.cuda.device_count() if config.device.kind != "cpu" else 0
+        check_fits(here[gpu::gpus], torch.cuda.mem_get_info(gpu)[0] if is_own else total, f"GPU {gpu}")

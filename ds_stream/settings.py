@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ds_stream.core import MAX_ROWS, PIXELS_PER_TOKEN
 from ds_stream.partition import check_partition
 
+RANDOM = "random"
+"""The ``weights`` that are no path."""
+HASHED = "hashed"
+"""The ``text.encoder`` that is no path."""
+
 WAN_LATENT_MEAN = (
     *(-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508),
     *(0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
@@ -59,7 +64,7 @@ class ModelConfig(Section):
     """Channels of the sinusoidal time embedding."""
     eps: float = Field(default=1e-6, gt=0)
     """Epsilon of every norm."""
-    weights: str = "random"
+    weights: str = RANDOM
     """Where the DiT's weights come from: a folder in the layout of diffusers or of Wan, a ``.safetensors`` or ``.pt``
     file, or ``random``. Relative paths start at the current folder."""
     weights_entry: str = "auto"
@@ -128,7 +133,7 @@ class LightVaeConfig(Section):
 
     use: Literal["no", "decoder", "both"] = "no"
     """What it stands in for: nothing, the Wan decoder, or the encoder too."""
-    weights: str = "random"
+    weights: str = RANDOM
     """``taew2_1.pth``, ``taew2_1.safetensors`` or the like, or ``random``."""
     encoder_width: int = Field(default=64, ge=1)
     """Channels of the encoder."""
@@ -223,6 +228,10 @@ class BatchConfig(Section):
     """``B``: most rows that one forward runs together. 1 is the latency end, a chunk's passes the throughput end."""
     exact_rows: bool | Literal["auto"] = "auto"
     """Run a batch's rows one after the other, so that no kernel's result depends on the batch. ``auto``: on CPU."""
+
+    def runs_exact_rows(self, on_cpu: bool) -> bool:
+        """``exact_rows`` with ``auto`` resolved."""
+        return on_cpu if self.exact_rows == "auto" else self.exact_rows
 
 
 class StagesConfig(Section):

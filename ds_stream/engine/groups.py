@@ -34,26 +34,31 @@ class Placement:
     transport: Transport
 
 
+def num_gpus(config: StreamConfig) -> int:
+    """GPUs of this machine that ``config`` lets ranks use."""
+    return torch.cuda.device_count() if config.device.kind != "cpu" else 0
+
+
 def choose_placement(config: StreamConfig, info: RankInfo) -> Placement:
     """Resolve ``auto`` device and transport.
 
     Raises:
         ValueError: CUDA or NCCL was asked for and cannot be had.
     """
-    num_gpus = torch.cuda.device_count() if config.device.kind != "cpu" else 0
-    if config.device.kind == "cuda" and num_gpus == 0:
+    gpus = num_gpus(config)
+    if config.device.kind == "cuda" and gpus == 0:
         raise ValueError("stream.device.kind is cuda but no GPU is visible; set it to cpu or auto")
     asked = config.device.transport
-    if num_gpus == 0:
+    if gpus == 0:
         if asked not in ("auto", "gloo"):
             raise ValueError(f"stream.device.transport is {asked} but ranks run on the CPU; set it to gloo or auto")
         return Placement(torch.device("cpu"), "gloo")
-    shared = info.num_local_ranks > num_gpus
+    shared = info.num_local_ranks > gpus
     if asked == "gloo" or (asked == "nccl" and shared):
         reason = "gloo cannot carry CUDA tensors" if asked == "gloo" else f"{info.num_local_ranks} ranks share GPUs"
         raise ValueError(f"stream.device.transport is {asked} but {reason}; set it to auto or host_staged")
     transport: Transport = "host_staged" if asked == "host_staged" or shared else "nccl"
-    return Placement(torch.device("cuda", info.local_rank % num_gpus), transport)
+    return Placement(torch.device("cuda", info.local_rank % gpus), transport)
 
 
 def init_process_groups(placement: Placement, info: RankInfo, start_timeout_s: float) -> None:

@@ -124,8 +124,7 @@ class StreamModule(PipelineModule):
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(specs, num_stages=len(self.partition) - 1)
         self.layers = StageLayers(self.forward_funcs)
-        exact_rows = config.batch.exact_rows
-        self.exact_rows = next(self.parameters()).device.type == "cpu" if exact_rows == "auto" else exact_rows
+        self.exact_rows = config.batch.runs_exact_rows(next(self.parameters()).device.type == "cpu")
 
     def _partition_layers(self, method: str = "explicit") -> None:
         self.parts = self.partition

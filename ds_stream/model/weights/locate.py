@@ -3,10 +3,8 @@
 from pathlib import Path
 
 from ds_stream.model.weights.checkpoint import Part
-from ds_stream.settings import StreamConfig
+from ds_stream.settings import HASHED, RANDOM, StreamConfig
 
-RANDOM = "random"
-HASHED = "hashed"
 _VAE_NAMES = ("vae", "Wan2.1_VAE.pth")
 ORIGINAL_UMT5 = "models_t5_umt5-xxl-enc-bf16.pth"
 TEXT_NAMES = ("text_encoder", ORIGINAL_UMT5)
