@@ -92,8 +92,11 @@ def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> Non
     _choose_accelerator(config)
     from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
+    from ds_stream.model.text.encode import read_embedding
 
     open_weights(config.stream)
+    if options.prompt_embeds is not None:
+        read_embedding(options.prompt_embeds, config.stream)
     plan = _plan_memory(options, config)
     try:
         check_memory(plan, config.stream, info)
@@ -166,12 +169,10 @@ def _make_request(
 def _plan_memory(options: argparse.Namespace, config: Config) -> "list[StageMemory]":
     """Print what each stage will hold, and the text encoder before them, whose files are looked for."""
     from ds_stream.memory import print_memory_plan
-    from ds_stream.model.text.encode import read_embedding, text_encoder_bytes
+    from ds_stream.model.text.encode import text_encoder_bytes
 
-    if options.prompt_embeds is None:
-        return print_memory_plan(config.stream, text_encoder_bytes(config.stream))
-    read_embedding(options.prompt_embeds, config.stream)
-    return print_memory_plan(config.stream, 0)
+    needs_encoder = options.prompt_embeds is None
+    return print_memory_plan(config.stream, text_encoder_bytes(config.stream) if needs_encoder else 0)
 
 
 def _make_timeline(
@@ -188,8 +189,7 @@ def _make_timeline(
     if options.prompt_embeds is not None:
         return PromptTimeline(read_embedding(options.prompt_embeds, config.stream))
     changes = prompt_changes(options)
-    device = choose_placement(config.stream, info).device
-    device = torch.device("cpu") if text.device == "cpu" else device
+    device = torch.device("cpu") if text.device == "cpu" else choose_placement(config.stream, info).device
     try:
         first, *later = encode_all(config.stream, [options.prompt, *(prompt for _, prompt in changes)], device)
     except torch.OutOfMemoryError as error:

@@ -61,7 +61,8 @@ class RollingCache:
         self._sink_position: list[int | None] = [0] * num_levels
         self._sink_choices: dict[int, Tensor] = {}
         self._pending: dict[int, tuple[int, Tensor]] = {}
-        self._no_sink = torch.tensor(NO_SINK, device=device)
+        self._no_sink = torch.full((), NO_SINK, device=device)
+        self._sink_indices = torch.arange(window.num_sinks, device=device)
 
     @property
     def num_bytes(self) -> int:
@@ -148,7 +149,7 @@ class RollingCache:
             return
         earlier, choice = self._pending.pop(store)
         slot = self._tokens(self.window.slot(self.window.frames(earlier)[-1]))
-        is_replaced = torch.arange(self.window.num_sinks, device=choice.device) == choice
+        is_replaced = self._sink_indices == choice
 
         def replace(tensor_SHD: Tensor, new_THD: Tensor) -> None:
             sinks = self._per_sink(tensor_SHD)
