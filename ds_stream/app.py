@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 import warnings
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ds_stream.cli import (
+    NO_OUTPUT,
     build_parser,
+    choose_accelerator,
     configure,
     is_synthetic,
     prompt_changes,
@@ -37,6 +40,7 @@ from ds_stream.summary import describe_run, say_what_was_done
 
 if TYPE_CHECKING:
     from ds_stream.controller.prompts import PromptTimeline
+    from ds_stream.model.layer_times import LayerTimes
     from ds_stream.model.memory_plan import StageMemory
     from ds_stream.model.weights.load import ModelWeights
     from ds_stream.run import StreamRequest
@@ -68,7 +72,7 @@ def main(argv: list[str], default_config: Path) -> int:
             if info.rank == 0:
                 _dry_run(options, config.resolve(options.num_stages or info.num_ranks), info)
             return 0
-        return _stream(options, config.resolve(info.num_ranks), info)
+        return _stream(options, config, info)
     except (ValueError, StreamError) as error:
         if info.rank == 0:
             print(f"ds_stream: {error}", file=sys.stderr)
@@ -89,7 +93,7 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
 
 def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> None:
     """Everything that a run checks before it loads."""
-    _choose_accelerator(config)
+    choose_accelerator(config)
     from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
     from ds_stream.model.text.encode import read_embedding
@@ -105,6 +109,8 @@ def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> Non
 
 
 def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
+    is_auto = config.stream.stages.partition == "auto"
+    config = config.resolve(info.num_ranks)
     reader: FrameReader | None = None
     writer: FrameWriter | None = None
     # The launch script has done so before its imports, for threads that those start.
@@ -116,14 +122,26 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         reader, writer = _open_media(options, config)
     interrupted = threading.Event()
     threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
-    _choose_accelerator(config)
+    choose_accelerator(config)
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
+    from ds_stream.memory import memory_limit
     from ds_stream.model.pipeline import open_weights
     from ds_stream.run import run_rank
 
+    request = None
     try:
         weights = open_weights(config.stream)
-        request = None if writer is None else _make_request(options, config, info, weights, reader, writer)
+        if writer is not None:
+            layer_times = None
+            if is_auto:
+                config, layer_times = _calibrate(config, info, weights)
+            request = _make_request(options, config, info, weights, reader, writer)
+            request = replace(
+                request,
+                layer_times=layer_times,
+                memory=memory_limit(config.stream, info),
+                keep_history=options.report is not None,
+            )
     except (ValueError, StreamError):
         if writer is not None:
             writer.abort()
@@ -133,7 +151,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         return 0
     if reader is not None:
         reader.close()
-    if result.stream["frames"] == 0:
+    if result.figures["stream"]["frames"] == 0:
         writer.abort()
         why = result.input_error or f"input {options.input} has no frame that can be decoded"
         raise StreamError(f"{why}; there is no output")
@@ -143,6 +161,35 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         print(f"ds_stream: {result.input_error}", file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _calibrate(config: Config, info: RankInfo, weights: "ModelWeights") -> "tuple[Config, LayerTimes | None]":
+    """Layer boundaries by measured times, on the first rank, before anything is loaded."""
+    if not config.stream.stages.calibrate or info.num_ranks == 1:
+        return config, None
+    import torch
+
+    from ds_stream.controller.stage_balancer import StreamShape, balance
+    from ds_stream.engine.groups import choose_placement
+    from ds_stream.memory import memory_limit
+    from ds_stream.model.layer_times import measure_layers
+
+    stream = config.stream
+    torch.set_num_threads(stream.device.cpu_threads_per_rank)
+    try:
+        times = measure_layers(
+            stream, weights, choose_placement(stream, info).device, sorted({1, stream.batch.max_rows})
+        )
+    except torch.OutOfMemoryError:
+        warn("layers could not be measured for lack of memory, so blocks are spread evenly")
+        return config, None
+    layer_ms = times.by_rows[stream.batch.max_rows]
+    shape = StreamShape(stream.noise.num_passes, stream.context.lead, stream.batch.max_rows)
+    best = balance(stream.layers, layer_ms, shape, info.num_ranks, memory=memory_limit(stream, info))
+    if best is None:
+        return config, times
+    print(f"ds_stream: layers measured on {times.device}; stages cut at {list(best.partition)}", flush=True)
+    return config.with_partition(best.partition), times
 
 
 def _make_request(
@@ -226,13 +273,15 @@ def _end_on_signal(writer: FrameWriter | None, interrupted: threading.Event) -> 
 def _open_media(options: argparse.Namespace, config: Config) -> tuple[FrameReader | None, FrameWriter]:
     from ds_stream.media.reader import VideoReader
     from ds_stream.media.synthetic import SyntheticReader, make_demo_clip
-    from ds_stream.media.writer import VideoWriter
+    from ds_stream.media.writer import NoWriter, VideoWriter
 
-    video = config.stream.video
+    video, live = config.stream.video, config.stream.live
     source = None if is_synthetic(options) else options.input
-    VideoWriter.check_path(options.output, source)
+    has_output = options.output != NO_OUTPUT
+    if has_output:
+        VideoWriter.check_path(options.output, source)
     if options.input is None and not options.text_only:
-        source = options.output.parent / _DEMO_CLIP
+        source = (options.output.parent if has_output else Path()) / _DEMO_CLIP
         make_demo_clip(source)
         print(f"ds_stream: no --input, so this one was made: {source}", flush=True)
     reader: FrameReader | None = None
@@ -240,22 +289,23 @@ def _open_media(options: argparse.Namespace, config: Config) -> tuple[FrameReade
         reader = SyntheticReader(video.width, video.height, options.num_frames)
     elif source is not None:
         reader = VideoReader(source, video.width, video.height, video.fit)
+    may_drop = options.realtime and live.when_full == "drop_oldest"
+    if reader is not None and options.realtime:
+        from ds_stream.media.live import RealtimeReader
+
+        reader = RealtimeReader(reader, live)
+    if not has_output:
+        return reader, NoWriter()
     writer = VideoWriter(
         options.output,
         DEFAULT_FRAME_RATE if reader is None else reader.info.frame_rate,
         video.width,
         video.height,
-        audio_from=source,
+        # Sound would run ahead of pictures of which some are missing.
+        audio_from=None if may_drop else source,
         metadata={"comment": describe_run(options, config)},
     )
     return reader, writer
-
-
-def _choose_accelerator(config: Config) -> None:
-    import torch
-
-    if config.stream.device.kind == "cpu" or not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 @contextlib.contextmanager

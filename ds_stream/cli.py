@@ -13,6 +13,8 @@ from ds_stream.settings import RANDOM
 
 SYNTHETIC = "synthetic"
 """The ``--input`` that is no file."""
+NO_OUTPUT = Path("none")
+"""The ``--output`` that is no file."""
 _DEFAULT_OUTPUT = Path("ds_stream_output.mp4")
 
 
@@ -34,12 +36,13 @@ def build_parser(default_config: Path) -> argparse.ArgumentParser:
     parser.add_argument("--input", type=Path, help=f"video file, or '{SYNTHETIC}' for moving stripes, with --num-frames (default: a clip that is made on the spot)")  # noqa: E501
     parser.add_argument("--text-only", action="store_true", help="generate from the prompt alone, without a video; needs --num-frames")  # noqa: E501
     parser.add_argument("--num-frames", type=int, help="most frames to take from the input, or how many to generate")
-    parser.add_argument("--output", type=Path, default=_DEFAULT_OUTPUT, help=".mp4 or .mkv file (default: %(default)s)")  # noqa: E501
+    parser.add_argument("--realtime", action="store_true", help="play the input as if it were a camera: frames come by the clock, and stream.live says what happens to those that find no room")  # noqa: E501
+    parser.add_argument("--output", type=Path, default=_DEFAULT_OUTPUT, help=f".mp4 or .mkv file, or '{NO_OUTPUT}' to keep no video (default: %(default)s)")  # noqa: E501
     parser.add_argument("--prompt", default="", help="what the video should look like")
     parser.add_argument("--prompt-at", action="append", default=[], metavar="SECONDS=PROMPT", help="change the prompt at the first chunk from that media time on, as in 3.5='a rainy night'; may be given several times; stream.text.blend_chunks fades")  # noqa: E501
     parser.add_argument("--prompt-embeds", type=Path, metavar="FILE", help="a .safetensors file with the text embedding, instead of --prompt and a text encoder")  # noqa: E501
     parser.add_argument("--seed", type=int, help="seed of the noise (default: the config's, otherwise drawn)")
-    parser.add_argument("--report", type=Path, metavar="DIR", help="write DIR/report.json with the run's figures")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write what the run did and why it is as fast as it is: DIR/report.html with pictures, report.json with the figures, trace.json for ui.perfetto.dev")  # noqa: E501
     parser.add_argument("--dry-run", action="store_true", help="check config and weights, print the memory plan of each stage, and exit")  # noqa: E501
     parser.add_argument("--print-config", action="store_true", help="print the resolved config and exit")
     parser.add_argument("--print-schedule", action="store_true", help="print which stage runs what at which micro-step, and exit")  # noqa: E501
@@ -66,6 +69,8 @@ def configure(options: argparse.Namespace) -> Config:
         raise ValueError("--text-only has no video to end it: say how long with --num-frames")
     if options.text_only and options.input is not None:
         raise ValueError(f"--text-only and --input {options.input} exclude each other: leave one out")
+    if options.text_only and options.realtime:
+        raise ValueError("--realtime plays an input by the clock, but --text-only has none: leave one out")
     if is_synthetic(options) and options.num_frames is None:
         raise ValueError(f"--input {SYNTHETIC} has no end: say how long with --num-frames")
     if options.prompt_embeds is not None and (options.prompt or options.prompt_at):
@@ -130,6 +135,13 @@ def warn_of_idle_settings(options: argparse.Namespace, config: Config) -> None:
         warn(f"stream.light_vae.weights is {light.weights}, but stream.light_vae.use is no, so it is not read")
     if config.stream.text.blend_chunks and not options.prompt_at:
         warn("stream.text.blend_chunks fades prompts that change, but there is no --prompt-at")
+    batch, slo, stages = config.stream.batch, config.stream.slo, config.stream.stages
+    if not batch.autotune and (slo.chunk_latency_ms is not None or slo.fps is not None):
+        warn("stream.slo has a target, but stream.batch.autotune is off: it is reported, not sought")
+    if stages.rebalance and options.num_stages == 1:
+        warn("stream.stages.rebalance is on, but there is one stage")
+    if options.realtime and config.stream.live.when_full == "drop_oldest" and options.output != NO_OUTPUT:
+        warn("frames may be dropped (stream.live.when_full), so the output has no sound")
     if options.text_only and noise.motion_aware:
         warn("stream.noise.motion_aware is on, but without a video there is no motion to follow")
 
@@ -142,6 +154,14 @@ def warn_of_late_prompts(options: argparse.Namespace, num_frames: int | None, fr
     for seconds, prompt in prompt_changes(options):
         if seconds >= length:
             warn(f"--prompt-at {seconds:g}={prompt!r} comes after the end of the video, which is {length:.2f} s long")
+
+
+def choose_accelerator(config: Config) -> None:
+    """Let DeepSpeed know, before it is imported, where there is no GPU to be used."""
+    import torch
+
+    if config.stream.device.kind == "cpu" or not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def warn(message: object) -> None:

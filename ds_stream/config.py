@@ -12,7 +12,6 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from ds_stream.partition import resolve_partition
 from ds_stream.settings import Section, StreamConfig
 
 DEEPSPEED_KEYS = (
@@ -34,6 +33,8 @@ _NOT_IN_THE_PICTURE: Any = {
     "batch": True,
     "stages": True,
     "limits": True,
+    "slo": True,
+    "live": True,
     "device": {"kind", "transport"},
     "text": {"cache_dir", "device"},
 }
@@ -62,7 +63,10 @@ class Config(Section):
         Raises:
             ValueError: the model or the given partition does not fit that many stages.
         """
-        partition = resolve_partition(self.stream.stages.partition, self.stream.model.num_layers, num_stages)
+        return self.with_partition(self.stream.layers.resolve(self.stream.stages.partition, num_stages))
+
+    def with_partition(self, partition: tuple[int, ...]) -> "Config":
+        """A copy with these layer boundaries."""
         return self._with("stages", partition=partition)
 
     def with_seed(self, seed: int) -> "Config":

@@ -27,8 +27,14 @@ PIXELS_PER_TOKEN = PIXELS_PER_LATENT * PATCH_SIZE[1]
 DEFAULT_FRAME_RATE = Fraction(16)
 """Frames per second of a video that has no source: what Wan was trained at."""
 
+NUM_WAN_DECODE_LAYERS = 5
+"""Layers of the Wan decoder: its middle, and one for each size of picture."""
+
 MAX_ROWS = 64
 """Most rows that any launch can have."""
+
+MAX_STAGES = 64
+"""Most stages of a pipeline."""
 
 EXIT_FAILED = 1
 """Exit code of a run that failed."""
@@ -55,6 +61,11 @@ class Row:
     """Id of the prompt that the chunk keeps from its admission to its end."""
     strength: float | None = None
     """Share of noise in the chunk's start, video to video; ``None``: it starts from noise alone. Kept to its end."""
+
+    @property
+    def has_video(self) -> bool:
+        """Whether its chunk is encoded from frames."""
+        return self.strength is not None
 
 
 class EventKind(enum.IntEnum):
@@ -85,11 +96,60 @@ class Plan:
     """The launch ``u``: the tick at which the first stage runs the rows."""
     rows: tuple[Row, ...] = ()
     events: tuple[Event, ...] = ()
+    partition: tuple[int, ...] = ()
+    """New layer boundaries, in force before the events and rows; empty: as before. No row is in flight."""
 
     @property
     def stops(self) -> bool:
         """Whether this is the last plan of the run."""
         return any(event.kind is EventKind.STOP for event in self.events)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTiming:
+    """What one stage spent on one launch, in ms."""
+
+    stage: int
+    launch: int
+    num_rows: int
+    forward_ms: float
+    """Ring layers."""
+    encode_ms: float
+    decode_ms: float
+    wait_ms: float
+    """For plans and messages of other stages, and on the first stage for input and output."""
+    send_ms: float
+    """Handing messages on."""
+
+    @property
+    def busy_ms(self) -> float:
+        """Time in layers."""
+        return self.forward_ms + self.encode_ms + self.decode_ms
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTiming:
+    """What one layer spent on one launch, or, a layer of the VAE, on one chunk."""
+
+    layer: int
+    """Index in the model."""
+    num_rows: int
+    """Rows of the launch; 1 for a layer of the VAE."""
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time in which a stage did one thing, for pictures."""
+
+    stage: int
+    phase: str
+    """``forward``, ``encode``, ``decode``, ``wait`` or ``send``."""
+    launch: int
+    num_rows: int
+    start_s: float
+    """On a clock that all stages share."""
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +190,8 @@ class VideoInfo:
     """Frames per second of media time."""
     num_frames: int | None
     """Frames in all, or ``None`` where the source does not say. An estimate: only ``read`` knows."""
+    is_live: bool = False
+    """Whether frames come by a clock of their own: its reader is a :class:`LiveFrameReader`."""
 
 
 class FrameReader(Protocol):
@@ -146,6 +208,15 @@ class FrameReader(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class LiveFrameReader(FrameReader, Protocol):
+    """A source that does not wait for its reader."""
+
+    num_dropped: int
+    """Frames that found no room and were lost, or whose place another took."""
+    last_arrived_at: float
+    """``time.monotonic()`` at which the last frame that ``read`` returned had come."""
 
 
 class FrameWriter(Protocol):

@@ -3,11 +3,15 @@
 import psutil
 import torch
 
+from ds_stream.controller.stage_balancer import MemoryLimit
 from ds_stream.core import RankInfo
 from ds_stream.engine.groups import num_gpus
-from ds_stream.model.memory_plan import MIB, StageMemory, check_fits, describe_plan, plan_memory
+from ds_stream.model.memory_plan import MIB, StageMemory, check_fits, describe_plan, layer_bytes, plan_memory
 from ds_stream.schedule.planner import num_message_buffers
 from ds_stream.settings import StreamConfig
+
+# The rest is for activations, messages and the VAE's working memory, which check_memory adds up.
+_SHARE_FOR_LAYERS = 0.7
 
 
 def print_memory_plan(config: StreamConfig, text_encoder_bytes: int) -> list[StageMemory]:
@@ -27,6 +31,14 @@ def print_memory_plan(config: StreamConfig, text_encoder_bytes: int) -> list[Sta
             f"text encoder: {size} on the first rank, gone before the stages load; none if its cache has the prompts"
         )
     return plan
+
+
+def memory_limit(config: StreamConfig, info: RankInfo) -> MemoryLimit:
+    """What layers take, and what a stage of this machine may hold of them."""
+    gpus = num_gpus(config)
+    available = float(torch.cuda.mem_get_info()[0]) if gpus else float(psutil.virtual_memory().available)
+    sharing = -(-info.num_local_ranks // max(gpus, 1))
+    return MemoryLimit(layer_bytes(config), _SHARE_FOR_LAYERS * available / sharing)
 
 
 def check_memory(plan: list[StageMemory], config: StreamConfig, info: RankInfo) -> None:

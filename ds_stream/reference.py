@@ -22,7 +22,7 @@ class Reference:
         self.config = config
         self.device = device
         self.layers = build_all_layers(config, device)
-        self.rows = RowContextFactory(config, [block.index for block in self.layers.blocks], device)
+        self.rows = RowContextFactory(config, device)
 
     @torch.no_grad()
     def stream(
@@ -42,9 +42,9 @@ class Reference:
             For each chunk its clean latents ``[C, N, h, w]`` and its pixels, uint8 ``[T, H, W, 3]``.
         """
         layers, schedule = self.layers, self.rows.noise_schedule
-        assert layers.encode is not None and layers.embed is not None and layers.decode is not None
-        encoder_state, decoder_state = layers.encode.new_state(), layers.decode.new_state()
-        caches = self.rows.new_caches()
+        assert layers.encode is not None and layers.embed is not None
+        encoder_state, decoder_states = layers.encode.new_state(), layers.new_decoder_states()
+        caches = self.rows.new_caches([block.index for block in layers.blocks])
 
         def noise(chunk: int, step: int) -> Tensor:
             return keyed_noise(latent_shape(self.config), seed, chunk, step, self.device)
@@ -66,4 +66,4 @@ class Reference:
                 assert flow is not None
                 next_noise = noise(chunk, step + 1) if schedule.needs_noise(step) else None
                 latents = schedule.step(latents, flow[0], step, next_noise, strength)
-            yield latents, layers.decode(latents, decoder_state)
+            yield latents, layers.decode_chunk(latents, decoder_states)

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from ds_stream.core import MAX_ROWS, PIXELS_PER_TOKEN
-from ds_stream.partition import check_partition
+from ds_stream.core import MAX_ROWS, NUM_WAN_DECODE_LAYERS, PIXELS_PER_TOKEN
+from ds_stream.partition import LayerList
 
 RANDOM = "random"
 """The ``weights`` that are no path."""
@@ -225,7 +225,11 @@ class ContextConfig(Section):
 
 class BatchConfig(Section):
     max_rows: int = Field(default=1, ge=1, le=MAX_ROWS)
-    """``B``: most rows that one forward runs together. 1 is the latency end, a chunk's passes the throughput end."""
+    """``B``: most rows that one forward runs together. 1 is the latency end, a chunk's passes the throughput end. The
+    batch tuner stays at or below it."""
+    autotune: bool = True
+    """Choose the number of rows as the stream runs, from 1 to ``max_rows``, by ``slo`` and measured times. Off:
+    always ``max_rows``."""
     exact_rows: bool | Literal["auto"] = "auto"
     """Run a batch's rows one after the other, so that no kernel's result depends on the batch. ``auto``: on CPU."""
 
@@ -234,9 +238,39 @@ class BatchConfig(Section):
         return on_cpu if self.exact_rows == "auto" else self.exact_rows
 
 
+class SloConfig(Section):
+    """What the batch tuner keeps, if it can: service level objectives."""
+
+    chunk_latency_ms: float | None = Field(default=None, gt=0)
+    """From a chunk's last input frame to its first output frame. ``null``: no target."""
+    fps: float | None = Field(default=None, gt=0)
+    """Frames a second that must come out. ``null``: those that come in live; as many as can be from a file."""
+    margin: float = Field(default=0.1, ge=0, lt=1)
+    """Share by which a number of rows must better what is needed before it is taken up; what runs is kept until it
+    misses the need itself."""
+
+
+class LiveConfig(Section):
+    """An input that does not wait: ``--realtime``."""
+
+    when_full: Literal["block", "drop_oldest"] = "drop_oldest"
+    """What happens to a frame that finds the queue full: the camera waits, or the oldest frame in it is dropped."""
+    max_queued_frames: int = Field(default=16, ge=1)
+    """Frames that wait for the ring."""
+
+
 class StagesConfig(Section):
     partition: _Ints | Literal["auto"] = "auto"
-    """Layer boundaries over [encode, embed, block x N, head, decode]: stages + 1 numbers from 0 to N + 4."""
+    """Layer boundaries over [encode, embed, block x N, head, decode x D]: stages + 1 numbers from 0 to N + 3 + D. The
+    Wan decoder has D = 5 layers (its middle, then one for each size of picture), the light one D = 1. A stage may hold
+    layers of the VAE alone."""
+    calibrate: bool = True
+    """With ``partition`` ``auto``: measure the layers at start, and cut where the slowest stage is fastest. Otherwise
+    blocks are spread evenly."""
+    rebalance: bool = False
+    """Measure as the stream runs, and move layers to other stages where that pays. The video does not change."""
+    rebalance_gain: float = Field(default=0.15, gt=0)
+    """Predicted gain in throughput from which layers are moved."""
 
 
 class DeviceConfig(Section):
@@ -268,9 +302,17 @@ class StreamConfig(Section):
     noise: NoiseConfig
     context: ContextConfig = ContextConfig()
     batch: BatchConfig = BatchConfig()
+    slo: SloConfig = SloConfig()
+    live: LiveConfig = LiveConfig()
     stages: StagesConfig = StagesConfig()
     device: DeviceConfig = DeviceConfig()
     limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def layers(self) -> LayerList:
+        """The model's layers."""
+        num_decode_layers = NUM_WAN_DECODE_LAYERS if self.light_vae.use == "no" else 1
+        return LayerList(self.model.num_layers, num_decode_layers)
 
     @model_validator(mode="after")
     def _check(self) -> "StreamConfig":
@@ -299,5 +341,5 @@ class StreamConfig(Section):
                 "the source's latents)"
             )
         if self.stages.partition != "auto":
-            check_partition(self.stages.partition, self.model.num_layers)
+            self.layers.check(self.stages.partition)
         return self

@@ -52,10 +52,12 @@ def states_of(config: Config) -> tuple[State, State]:
 
 
 def split(layers: StageLayers) -> tuple[State, State]:
-    dit: State = {**layers.embed.state_dict(), **layers.ring[-1].state_dict()}
+    *_, head = layers.ring.values()
+    dit: State = {**layers.embed.state_dict(), **head.state_dict()}
     for block in layers.blocks:
         dit |= {f"blocks.{block.index}.{name}": value for name, value in block.block.state_dict().items()}
-    return dit, {**layers.encode.state_dict(), **layers.decode.state_dict()}
+    vae = [layer.state_dict() for layer in (layers.encode, *layers.decode.values())]
+    return dit, {name: value for state in vae for name, value in state.items()}
 
 
 def original_dit(state: State) -> State:

@@ -1,5 +1,6 @@
 """Rings for tests: tiny configs, clips and streams; several stages in one process."""
 
+import functools
 import os
 import threading
 import time
@@ -18,13 +19,18 @@ from ds_stream.config import Config, parse_config
 from ds_stream.controller.controller import StreamController
 from ds_stream.controller.motion import strength_rule
 from ds_stream.controller.prompts import PromptTimeline
+from ds_stream.controller.regulator import Regulator
 from ds_stream.core import ChunkGeometry, Frames, Row, VideoInfo
 from ds_stream.engine.engine import StreamEngine
-from ds_stream.engine.links import Link, LoopbackChannel, StageLinks
+from ds_stream.engine.links import Link, LoopbackChannel, RingLinks, StageLinks
+from ds_stream.engine.moves import ChannelMoves
+from ds_stream.engine.timings import TimingBoard
 from ds_stream.model.pipeline import StreamModule, open_weights
 from ds_stream.model.text.hashed import HashedTextEncoder
+from ds_stream.partition import Ring
 from ds_stream.reference import Reference
-from ds_stream.schedule.planner import RingPlanner, num_message_buffers
+from ds_stream.run import make_planner
+from ds_stream.schedule.planner import num_message_buffers
 from forked import leave_groups, rank_environment
 
 CPU = torch.device("cpu")
@@ -123,16 +129,10 @@ def geometry(config: Config) -> ChunkGeometry:
     return ChunkGeometry(config.stream.context.num_latent_frames_per_chunk)
 
 
-def make_controller(config: Config, num_stages: int, **callbacks: Callable[..., None]) -> StreamController:
-    stream = config.stream
-    planner = RingPlanner(
-        num_stages,
-        stream.noise.num_passes,
-        stream.context.lead,
-        stream.batch.max_rows,
-        stream.limits.max_queued_chunks,
-    )
-    return StreamController(planner, geometry(config), **callbacks)
+def make_controller(
+    config: Config, num_stages: int, regulator: Regulator | None = None, **callbacks: Callable[..., None]
+) -> StreamController:
+    return StreamController(make_planner(config.resolve(num_stages).stream), geometry(config), regulator, **callbacks)
 
 
 def open_streams(controller: StreamController, config: Config, streams: Sequence[Stream]) -> list[ArrayWriter]:
@@ -177,9 +177,16 @@ def reference_frames(config: Config, stream: Stream, embedding_of: Callable[[int
 class MockRing:
     """All stages in this process: engines on torch's fake process group, threads, loopback links."""
 
-    def __init__(self, config: Config, num_stages: int, source: StreamController | None = None):
+    def __init__(
+        self,
+        config: Config,
+        num_stages: int,
+        source: StreamController | None = None,
+        regulator: Regulator | None = None,
+    ):
         self.config = config.resolve(num_stages)
-        self.controller = source or make_controller(self.config, num_stages)
+        self.regulator = regulator
+        self.controller = source or make_controller(self.config, num_stages, regulator)
         stream = self.config.stream
         links = _loopback_links(num_stages, num_message_buffers(num_stages, stream.limits.max_queued_chunks))
         weights = open_weights(stream)
@@ -195,8 +202,13 @@ class MockRing:
                     links[rank],
                     source=self.controller if rank == 0 else None,
                     on_frames=self._deliver if is_last else None,
+                    on_timings=self._observe if is_last else None,
                 )
             )
+
+    def _observe(self, board: TimingBoard) -> None:
+        if self.regulator is not None:
+            self.regulator.observe(*board.take())
 
     def _deliver(self, row: Row, frames: Tensor) -> None:
         self.controller.deliver(row.session, row.chunk, frames.numpy())
@@ -229,20 +241,36 @@ class MockRing:
 
 
 def _loopback_links(num_stages: int, num_buffers: int) -> list[StageLinks]:
-    def link(what: str) -> Link:
-        return Link(LoopbackChannel(what, LOOPBACK_TIMEOUT_S), CPU, num_buffers)
+    def channel(what: str) -> LoopbackChannel:
+        return LoopbackChannel(what, LOOPBACK_TIMEOUT_S)
 
-    plans = [link(f"plans to {stage}") for stage in range(num_stages)]
-    activations = [link(f"activations to {stage}") for stage in range(num_stages)]
-    latents = link("latents")
+    def link(channel: LoopbackChannel) -> Link:
+        return Link(channel, CPU, num_buffers)
+
+    plans = [link(channel(f"plans to {stage}")) for stage in range(num_stages)]
+    forward = [channel(f"activations to {stage}") for stage in range(num_stages)]
+    activations, parcels = ([link(each) for each in forward] for _ in range(2))
+    moves = {(a, b): channel(f"layers {a} to {b}") for a in range(num_stages) for b in range(num_stages)}
+    latents: dict[Ring, Link] = {}
+    closing = threading.Lock()
+
+    def close_ring(stage: int, ring: Ring) -> RingLinks:
+        with closing:
+            returned = latents.setdefault(ring, link(channel("latents")))
+        return RingLinks(returned if stage == ring.first else None, returned if stage == ring.last else None)
+
     return [
         StageLinks(
             plans_in=plans[stage] if stage else None,
             plans_out=plans[stage + 1] if stage + 1 < num_stages else None,
             activations_in=activations[stage] if stage else None,
             activations_out=activations[stage + 1] if stage + 1 < num_stages else None,
-            latents_in=latents if stage == 0 else None,
-            latents_out=latents if stage == num_stages - 1 else None,
+            parcels_in=parcels[stage] if stage else None,
+            parcels_out=parcels[stage + 1] if stage + 1 < num_stages else None,
+            connect_ring=functools.partial(close_ring, stage),
+            moves=ChannelMoves(
+                lambda other, stage=stage: moves[stage, other], lambda other, stage=stage: moves[other, stage]
+            ),
         )
         for stage in range(num_stages)
     ]

@@ -18,10 +18,15 @@ ORDER = [
     "media",
     "reference",
     "memory",
+    "figures",
     "run",
+    "report",
     "cli",
     "summary",
     "app",
+    "what_if",
+    "overhead",
+    "bench",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

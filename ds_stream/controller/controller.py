@@ -15,6 +15,7 @@ from torch import Tensor
 from ds_stream.controller.metrics import SessionMetrics
 from ds_stream.controller.motion import StrengthRule
 from ds_stream.controller.prompts import PromptTimeline
+from ds_stream.controller.regulator import Regulator
 from ds_stream.controller.session import (
     ChunkArrived,
     ChunkReader,
@@ -39,10 +40,10 @@ class _Session:
     timeline: PromptTimeline
     prompt: int | None = None
     """Id of the prompt in force; ``None`` before the first chunk."""
-    strengths: dict[int, float | None] = field(default_factory=dict)
-    """Of chunks that have arrived and are not admitted."""
-    chunks: dict[int, Frames | None] = field(default_factory=dict)
-    """Pixels of chunks that have arrived and are not encoded."""
+    arrived: dict[int, ChunkArrived] = field(default_factory=dict)
+    """Chunks that are not admitted."""
+    chunks: dict[int, Frames] = field(default_factory=dict)
+    """Pixels of chunks that have been admitted and are not encoded."""
     num_frames: dict[int, int] = field(default_factory=dict)
     """Frames that belong to the stream, for each chunk between arrival and delivery."""
     num_arrived: int = 0
@@ -59,6 +60,7 @@ class StreamController:
     Args:
         planner: the ring's occupancy.
         geometry: frames of a chunk.
+        regulator: decides rows and layer boundaries as the stream runs; ``None``: they stay as they are.
         before_launch: called with each plan just before the first stage carries it out.
         on_progress: called with a session's metrics after each chunk that it wrote.
         enter_phase: told when the controller waits.
@@ -68,6 +70,7 @@ class StreamController:
         self,
         planner: RingPlanner,
         geometry: ChunkGeometry,
+        regulator: Regulator | None = None,
         before_launch: Callable[[Plan], None] = lambda _plan: None,
         on_progress: Callable[[SessionMetrics], None] = lambda _metrics: None,
         enter_phase: Callable[[str, bool], None] = lambda _phase, _waiting: None,
@@ -76,6 +79,7 @@ class StreamController:
         self.errors: dict[int, StreamError] = {}
         """Why a session's input ended early, for those whose source broke off."""
         self._geometry = geometry
+        self._regulator = regulator
         self._before_launch = before_launch
         self._on_progress = on_progress
         self._enter_phase = enter_phase
@@ -140,8 +144,8 @@ class StreamController:
 
     # What the engine asks for.
 
-    def take_chunk(self, session: int, chunk: int) -> Frames | None:
-        """Pixels of a planned chunk."""
+    def take_chunk(self, session: int, chunk: int) -> Frames:
+        """Pixels of a planned chunk that has video."""
         return self._sessions[session].chunks.pop(chunk)
 
     def take_prompt(self, prompt: int) -> Tensor:
@@ -183,9 +187,8 @@ class StreamController:
             return
         match message:
             case ChunkArrived():
-                state.chunks[message.chunk] = message.frames
+                state.arrived[message.chunk] = message
                 state.num_frames[message.chunk] = message.num_frames
-                state.strengths[message.chunk] = message.strength
                 state.num_arrived += 1
             case InputEnded():
                 state.input_ended = True
@@ -204,24 +207,42 @@ class StreamController:
 
     def _next_plan(self) -> Plan:
         tick = self.planner.tick
+        partition, may_admit = self._obey_regulator(tick)
         for session in self._sessions:
             self._update_prompt(session)
         # Taken before the rows: an event that a launched row causes belongs to the next plan.
         events = tuple(self._events.popleft() for _ in range(min(MAX_EVENTS, len(self._events))))
         # An event that does not fit any more may be one that a new chunk needs.
-        admitting = {} if self._events else {s: state for s, state in self._sessions.items() if not state.is_closing}
-        arrived = {session: state.num_arrived for session, state in admitting.items()}
+        may_admit = may_admit and not self._events
+        admitting = [session for session, state in self._sessions.items() if may_admit and not state.is_closing]
+        arrived = {session: self._sessions[session].num_arrived for session in admitting}
         rows = self.planner.next_rows(arrived, self._first_row)
         for session in {row.session for row in rows}:
             self._sessions[session].metrics.launched(len(rows))
         for row in rows:
-            if row.step == 0:
-                self._note_admission(row)
             if row.step == self.planner.num_passes - 1:
                 self._note_last_pass(row)
-        plan = Plan(tick, rows, events)
+        plan = Plan(tick, rows, events, partition)
+        if self._regulator is not None:
+            self._regulator.launched(plan)
         self._before_launch(plan)
         return plan
+
+    def _obey_regulator(self, tick: int) -> tuple[tuple[int, ...], bool]:
+        """The boundaries that come into force with this launch, if any, and whether chunks may enter."""
+        if self._regulator is None:
+            return (), True
+        rates = [state.reader.chunks_per_s for state in self._sessions.values()]
+        live = [rate for rate in rates if rate is not None]
+        steering = self._regulator.steer(tick, sum(live) if len(live) == len(rates) > 0 else None)
+        self.planner.max_rows = steering.max_rows
+        if not steering.partition:
+            return (), True
+        if not self.planner.is_empty:
+            # What is in flight runs out first.
+            return (), False
+        self.planner.set_ring(*steering.ring_stages)
+        return steering.partition, True
 
     def _update_prompt(self, session: int) -> None:
         """Bring the prompt into force that the next chunk to enter has."""
@@ -236,13 +257,13 @@ class StreamController:
     def _first_row(self, session: int, chunk: int) -> Row:
         state = self._sessions[session]
         assert state.prompt is not None
-        return Row(session, chunk, 0, state.prompt, state.strengths.pop(chunk))
-
-    def _note_admission(self, row: Row) -> None:
-        state = self._sessions[row.session]
-        self._prompt_users[row.prompt] += 1
-        state.metrics.accepted(row.chunk, time.monotonic())
+        arrived = state.arrived.pop(chunk)
+        if arrived.frames is not None:
+            state.chunks[chunk] = arrived.frames
+        self._prompt_users[state.prompt] += 1
+        state.metrics.accepted(chunk, arrived.accepted_at or time.monotonic())
         state.reader.admitted()
+        return Row(session, chunk, 0, state.prompt, arrived.strength)
 
     def _note_last_pass(self, row: Row) -> None:
         self._sessions[row.session].num_finished += 1
@@ -260,6 +281,7 @@ class StreamController:
             self._release_prompt(state.prompt)
         if state.is_closing and state.num_written == state.num_arrived:
             state.writer.close()
+            state.metrics.num_dropped = state.reader.num_dropped
             del self._sessions[session]
 
     def _add_prompt(self, session: int, embedding: Tensor) -> int:

@@ -4,12 +4,13 @@ import queue
 import threading
 import time
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from torch import Tensor
 
 from ds_stream.controller.motion import StrengthRule
-from ds_stream.core import ChunkGeometry, FrameReader, Frames, FrameWriter, StreamError
+from ds_stream.core import ChunkGeometry, FrameReader, Frames, FrameWriter, LiveFrameReader, StreamError
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class ChunkArrived:
     """Frames of the chunk that belong to the stream; the rest of the last chunk is padding."""
     strength: float | None
     """Share of noise in its start; ``None`` without frames."""
+    accepted_at: float | None = None
+    """``time.monotonic()`` at which its last frame had come, of a live source; else it waits to be accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,7 @@ class ChunkReader:
         assert reader is not None or num_frames is not None, "without a reader, say how many frames to generate"
         self._session = session
         self._reader = reader
+        self._live = cast(LiveFrameReader, reader) if reader is not None and reader.info.is_live else None
         self._strength = strength
         self._geometry = geometry
         self._num_frames = num_frames
@@ -98,6 +102,18 @@ class ChunkReader:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def num_dropped(self) -> int:
+        """Frames that a live source has dropped so far."""
+        return 0 if self._live is None else self._live.num_dropped
+
+    @property
+    def chunks_per_s(self) -> float | None:
+        """How many chunks a live source gives; ``None`` for others."""
+        if self._live is None:
+            return None
+        return float(self._live.info.frame_rate) / self._geometry.num_frames(1)
 
     def admitted(self) -> None:
         """A chunk has left the queue: there is room for another."""
@@ -122,7 +138,8 @@ class ChunkReader:
                 if frames is not None:
                     strength = self._strength(frames)
                     frames = _pad(frames, self._geometry.num_frames(chunk))
-                self._inbox.put(ChunkArrived(self._session, chunk, frames, num_frames, strength))
+                accepted_at = None if self._live is None else self._live.last_arrived_at
+                self._inbox.put(ChunkArrived(self._session, chunk, frames, num_frames, strength, accepted_at))
                 # A short read is followed by another, which says whether the source ended or broke off.
                 chunk += 1
         except StreamError as broken:

@@ -1,51 +1,38 @@
-"""Brings decoded frames from the last stage back to the controller's rank."""
+"""Brings what the last stage hands back to the controller's rank: decoded frames, and what stages have timed."""
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from ds_stream.core import Frames, Plan, Row
-from ds_stream.engine.links import Link
+from ds_stream.core import Row
+from ds_stream.engine.links import Field, Link
+
+OnError = Callable[[Exception], None]
 
 
-class FrameCollector:
-    """Receives finished chunks in a thread of its own, on the controller's rank.
+class Collector:
+    """Receives messages in a thread of its own, on the controller's rank.
 
     Args:
         link: from the last stage.
-        num_passes: passes per chunk, which tell from a plan what will come back.
-        frame_shape: ``(height, width)`` of the pixels.
-        num_frames: frames of a chunk.
-        deliver: takes ``(session, chunk, frames)``.
-        on_error: told when the last stage is gone or its frames cannot be delivered.
+        on_error: told when the last stage is gone or a message cannot be taken in.
     """
 
-    def __init__(
-        self,
-        link: Link,
-        num_passes: int,
-        frame_shape: tuple[int, int],
-        num_frames: Callable[[int], int],
-        deliver: Callable[[int, int, Frames], None],
-        on_error: Callable[[Exception], None],
-    ):
+    def __init__(self, what: str, link: Link, on_error: OnError):
         self._link = link
-        self._num_passes = num_passes
-        self._frame_shape = frame_shape
-        self._num_frames = num_frames
-        self._deliver = deliver
         self._on_error = on_error
-        self._expected: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="frame collector", daemon=True)
+        self._expected: queue.SimpleQueue[tuple[Sequence[Field], Callable[[list[Tensor]], None]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=f"{what} collector", daemon=True)
         self._thread.start()
 
-    def expect(self, plan: Plan) -> None:
-        """Note which chunks ``plan`` finishes; to be called in order of launch."""
-        for row in plan.rows:
-            if row.step == self._num_passes - 1:
-                self._expected.put(row)
+    def expect(self, fields: Sequence[Field], take: Callable[[list[Tensor]], None]) -> None:
+        """A message of this form will come, after those expected before; its tensors are ``take``'s for the call."""
+        self._expected.put((fields, take))
 
     def close(self) -> None:
         """End the thread once everything expected has come."""
@@ -53,12 +40,53 @@ class FrameCollector:
         self._thread.join()
 
     def _run(self) -> None:
-        while (row := self._expected.get()) is not None:
-            shape = (self._num_frames(row.chunk), *self._frame_shape, 3)
+        while (expected := self._expected.get()) is not None:
+            fields, take = expected
             try:
-                (frames,) = self._link.recv([(shape, torch.uint8)])
-                # The link's buffer is overwritten by the next chunk.
-                self._deliver(row.session, row.chunk, frames.numpy().copy())
+                take(self._link.recv(fields))
+            except Exception as error:
+                self._on_error(error)
+                return
+
+
+class FrameReturn:
+    """Takes decoded frames off the device of the last stage, without making its loop wait for them.
+
+    Args:
+        deliver: takes a finished chunk's row and its frames on the host.
+        on_error: told when they cannot be delivered.
+    """
+
+    def __init__(self, deliver: Callable[[Row, Tensor], None], on_error: OnError):
+        self._deliver = deliver
+        self._on_error = on_error
+        self._copies: queue.SimpleQueue[tuple[Row, Tensor, torch.cuda.Event] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="frame return", daemon=True)
+
+    def __call__(self, row: Row, frames: Tensor) -> None:
+        """Hand over the frames ``[T, H, W, 3]`` of a finished chunk."""
+        if frames.device.type == "cpu":
+            self._deliver(row, frames)
+            return
+        if not self._thread.is_alive():
+            self._thread.start()
+        copy = torch.empty(frames.shape, dtype=frames.dtype, pin_memory=True).copy_(frames, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)
+        copied.record()
+        self._copies.put((row, copy, copied))
+
+    def close(self) -> None:
+        """Wait until everything is delivered."""
+        if self._thread.is_alive():
+            self._copies.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._copies.get()) is not None:
+            row, copy, copied = item
+            try:
+                copied.synchronize()
+                self._deliver(row, copy)
             except Exception as error:
                 self._on_error(error)
                 return

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import deepspeed
 import torch
@@ -15,7 +15,17 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import p2p
 
 from ds_stream.core import RankInfo
-from ds_stream.engine.links import Channel, GroupChannel, HostStagedChannel, Link, LoopbackChannel, StageLinks
+from ds_stream.engine.links import (
+    Channel,
+    GroupChannel,
+    HostStagedChannel,
+    Link,
+    LoopbackChannel,
+    RingLinks,
+    StageLinks,
+)
+from ds_stream.engine.moves import group_moves
+from ds_stream.partition import Ring
 from ds_stream.schedule.planner import num_message_buffers
 from ds_stream.settings import StreamConfig
 
@@ -96,59 +106,123 @@ def init_process_groups(placement: Placement, info: RankInfo, start_timeout_s: f
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """All links of one rank."""
+    """All links of one rank. Frames and timings have none where the last stage is on the controller's rank."""
 
     stage: StageLinks
     frames_in: Link | None
-    """Controller's rank, from the last stage; ``None`` where they are one."""
+    """Controller's rank, from the last stage."""
     frames_out: Link | None
     """Last stage, to the controller's rank."""
+    timings_in: Link | None
+    """Controller's rank, from the last stage."""
+    timings_out: Link | None
+    """Last stage, to the controller's rank."""
+    ranks: dist.ProcessGroup | None
+    """All of them, on the CPU, for what is not urgent; ``None`` where there is one."""
 
 
 def connect(config: StreamConfig, placement: Placement, info: RankInfo) -> RankLinks:
     """Make the links between the stages; every rank calls it.
 
-    Plans and frames travel on gloo groups of their own, tensors as the placement says.
+    Plans, timings and frames travel on gloo groups of their own, tensors as the placement says.
     """
+    connector = _Connector(config, placement, info)
     last = info.num_ranks - 1
-    num_buffers = num_message_buffers(info.num_ranks, config.limits.max_queued_chunks)
-    cpu = torch.device("cpu")
     if last == 0:
-        latents = Link(LoopbackChannel("latents", config.limits.timeout_s), placement.device, num_buffers)
-        return RankLinks(StageLinks(None, None, None, None, latents, latents), None, None)
-    # Watchdogs end the run first; this is for a rank that is alive but out of step.
-    timeout = timedelta(seconds=2 * config.limits.timeout_s + 10)
-
-    def link(source: int, target: int, what: str, on_device: bool, timeout: timedelta) -> Link | None:
-        backend = "nccl" if on_device and placement.transport == "nccl" else "gloo"
-        group = dist.new_group(sorted((source, target)), timeout=timeout, backend=backend)
-        if info.rank not in (source, target):
-            return None
-        assert group is not None
-        peer = target if info.rank == source else source
-        action = f"sending {what}" if info.rank == source else f"waiting for {what}"
-        channel: Channel = GroupChannel(group, peer, action)
-        if on_device and placement.transport == "host_staged":
-            channel = HostStagedChannel(GroupChannel(group, peer, action))
-        if backend == "nccl":
-            # The first operation of a communicator must not be a lone send or receive.
-            dist.all_reduce(torch.zeros(1, device=placement.device), group=group)
-        return Link(channel, placement.device if on_device else cpu, num_buffers)
-
-    plans = [link(stage, stage + 1, "a plan", False, _NO_TIMEOUT) for stage in range(last)]
-    activations = [link(stage, stage + 1, "activations", True, timeout) for stage in range(last)]
-    latents_back = link(last, 0, "latents", True, timeout)
-    frames_back = link(last, 0, "frames", False, _NO_TIMEOUT)
+        return RankLinks(
+            StageLinks(None, None, None, None, None, None, connector.close_ring, None), None, None, None, None, None
+        )
+    pairs = range(last)
+    plans = [connector.host_link(stage, stage + 1, "a plan") for stage in pairs]
+    forward = [connector.channel(stage, stage + 1, "activations") for stage in pairs]
+    activations = [connector.link(channel) for channel in forward]
+    # Chunks of many sessions that finish at once may have to wait for buffers. The stage that frees them is further
+    # down, and waits for nothing that this one has not sent.
+    parcels = [connector.link(channel) for channel in forward]
+    frames = connector.host_link(last, 0, "frames")
+    timings = connector.host_link(last, 0, "timings")
+    ranks = dist.new_group(backend="gloo", timeout=connector.timeout)
+    assert config.stages.partition != "auto", "resolve the config first"
+    # Now, while all ranks are here: they load for different times.
+    connector.close_ring(config.layers.ring_of(config.stages.partition))
     is_first, is_last = info.rank == 0, info.rank == last
     stage_links = StageLinks(
         plans_in=None if is_first else plans[info.rank - 1],
         plans_out=None if is_last else plans[info.rank],
         activations_in=None if is_first else activations[info.rank - 1],
         activations_out=None if is_last else activations[info.rank],
-        latents_in=latents_back if is_first else None,
-        latents_out=latents_back if is_last else None,
+        parcels_in=None if is_first else parcels[info.rank - 1],
+        parcels_out=None if is_last else parcels[info.rank],
+        connect_ring=connector.close_ring,
+        moves=group_moves(ranks),
     )
-    return RankLinks(stage_links, frames_back if is_first else None, frames_back if is_last else None)
+    return RankLinks(
+        stage_links,
+        frames if is_first else None,
+        frames if is_last else None,
+        timings if is_first else None,
+        timings if is_last else None,
+        ranks,
+    )
+
+
+class _Connector:
+    """Makes links between pairs of ranks. A group is made by all ranks together, whether they are in it or not."""
+
+    def __init__(self, config: StreamConfig, placement: Placement, info: RankInfo):
+        self._placement = placement
+        self._rank = info.rank
+        self._timeout_s = config.limits.timeout_s
+        self._num_buffers = num_message_buffers(info.num_ranks, config.limits.max_queued_chunks)
+        self._rings: dict[Ring, RingLinks] = {}
+        # Watchdogs end the run first; this is for a rank that is alive but out of step.
+        self.timeout = timedelta(seconds=2 * self._timeout_s + 10)
+
+    def channel(self, source: int, target: int, what: str) -> Channel | None:
+        """Carries tensors of the device; ``None`` on other ranks."""
+        if self._placement.transport != "nccl":
+            channel = self._gloo_channel(source, target, what, self.timeout)
+            is_staged = channel is not None and self._placement.transport == "host_staged"
+            return HostStagedChannel(channel) if is_staged else channel
+        group = dist.new_group(sorted((source, target)), timeout=self.timeout, backend="nccl")
+        if self._rank not in (source, target):
+            return None
+        # The first operation of a communicator must not be a lone send or receive.
+        dist.all_reduce(torch.zeros(1, device=self._placement.device), group=group)
+        return self._group_channel(group, source, target, what)
+
+    def link(self, channel: Channel | None) -> Link | None:
+        """A link over ``channel``."""
+        return None if channel is None else Link(channel, self._placement.device, self._num_buffers)
+
+    def host_link(self, source: int, target: int, what: str) -> Link | None:
+        """A link for tensors of the host, which may be silent for any time; ``None`` on other ranks."""
+        channel = self._gloo_channel(source, target, what, _NO_TIMEOUT)
+        return None if channel is None else Link(channel, torch.device("cpu"), self._num_buffers)
+
+    def close_ring(self, ring: Ring) -> RingLinks:
+        """From the ring's last stage to its first. A ring that was closed before keeps its links."""
+        if ring not in self._rings:
+            if ring.num_stages == 1:
+                channel: Channel = LoopbackChannel("latents", self._timeout_s)
+                link = self.link(channel) if self._rank == ring.first else None
+            else:
+                link = self.link(self.channel(ring.last, ring.first, "latents"))
+            self._rings[ring] = RingLinks(
+                link if self._rank == ring.first else None, link if self._rank == ring.last else None
+            )
+        return self._rings[ring]
+
+    def _gloo_channel(self, source: int, target: int, what: str, timeout: timedelta) -> GroupChannel | None:
+        group = dist.new_group(sorted((source, target)), timeout=timeout, backend="gloo")
+        if self._rank not in (source, target):
+            return None
+        return self._group_channel(group, source, target, what)
+
+    def _group_channel(self, group: Any, source: int, target: int, what: str) -> GroupChannel:
+        is_source = self._rank == source
+        action = f"sending {what}" if is_source else f"waiting for {what}"
+        return GroupChannel(group, target if is_source else source, action)
 
 
 def _free_port() -> int:

@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_stream.core import StreamError
+from ds_stream.partition import Ring
 
 Field = tuple[tuple[int, ...], torch.dtype]
 """Shape and type of one tensor of a message."""
 
 _ALIGNMENT = 16
+# Copies on the host that may be on their way: more than a ring's links ever have.
+_MAX_STAGED = 64
 
 
 class LinkError(StreamError):
@@ -37,15 +40,31 @@ class LinkError(StreamError):
         self.peer = peer
 
 
+class Departure(Protocol):
+    """A buffer on its way."""
+
+    def wait(self) -> None:
+        """Until it may be overwritten."""
+        ...
+
+    def has_left(self) -> bool:
+        """Whether it surely may be overwritten, without waiting."""
+        ...
+
+
 class Channel(Protocol):
     """Moves buffers from one end to the other, in order."""
 
-    def post(self, buffer: Tensor) -> Callable[[], None]:
-        """Start sending ``buffer`` and return at once; the returned call waits until it may be overwritten."""
+    def post(self, buffer: Tensor) -> Departure:
+        """Start sending ``buffer`` and return at once."""
         ...
 
     def take(self, buffer: Tensor) -> None:
         """Fill ``buffer`` with the next message. Waits for it."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until everything posted has left."""
         ...
 
 
@@ -63,7 +82,7 @@ class Link:
         self._channel = channel
         self._device = device
         self._num_buffers = num_buffers
-        self._in_flight: deque[tuple[Callable[[], None], Tensor]] = deque()
+        self._in_flight: deque[tuple[Departure, Tensor]] = deque()
         self._free: dict[int, list[Tensor]] = {}
         self._received: dict[int, Tensor] = {}
 
@@ -88,9 +107,10 @@ class Link:
         """Wait until every message sent has left."""
         while self._in_flight:
             self._reclaim()
+        self._channel.drain()
 
     def _free_buffer(self, num_bytes: int) -> Tensor:
-        if len(self._in_flight) >= self._num_buffers:
+        while self._in_flight and (len(self._in_flight) >= self._num_buffers or self._in_flight[0][0].has_left()):
             self._reclaim()
         free = self._free.get(num_bytes)
         if free:
@@ -98,27 +118,59 @@ class Link:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _reclaim(self) -> None:
-        wait, buffer = self._in_flight.popleft()
-        wait()
+        departure, buffer = self._in_flight.popleft()
+        departure.wait()
         self._free.setdefault(buffer.numel(), []).append(buffer)
+
+
+class Moves(Protocol):
+    """Carries layers between any two stages, in order."""
+
+    def send(self, stage: int, state: dict[str, Any]) -> None:
+        """Start handing ``state``, of tensors, numbers, strings and containers of them, to ``stage``."""
+        ...
+
+    def recv(self, stage: int) -> dict[str, Any]:
+        """Wait for the next state from ``stage``; its tensors are on the host."""
+        ...
+
+    def drain(self) -> None:
+        """Wait until everything sent has left."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RingLinks:
+    """What closes a ring: from its last stage to its first; ``None`` on other stages."""
+
+    latents_in: Link | None
+    """First ring stage."""
+    latents_out: Link | None
+    """Last ring stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """The links of one stage; ``None`` where the stage has no such neighbour."""
+    """The links of one stage; ``None`` where the stage has no such neighbour.
+
+    Activations and parcels share a channel: what is sent before is received before, whatever it is.
+    """
 
     plans_in: Link | None
     plans_out: Link | None
     activations_in: Link | None
     activations_out: Link | None
-    latents_in: Link | None
-    """First stage, from the last."""
-    latents_out: Link | None
-    """Last stage, to the first."""
+    parcels_in: Link | None
+    """What does not come with every launch: prompts, encoded video, finished chunks."""
+    parcels_out: Link | None
+    connect_ring: Callable[[Ring], RingLinks]
+    """Closes a ring; every stage calls it at the same point of its work."""
+    moves: Moves | None
+    """``None`` where there is one stage."""
 
     def drain(self) -> None:
         """Wait until every message sent has left."""
-        for link in (self.plans_out, self.activations_out, self.latents_out):
+        for link in (self.plans_out, self.activations_out, self.parcels_out):
             if link is not None:
                 link.drain()
 
@@ -133,14 +185,22 @@ class GroupChannel:
         self._group = group
         self._peer = peer
         self._what = what
+        self._backend = dist.get_backend(group)
 
-    def post(self, buffer: Tensor) -> Callable[[], None]:
-        work = self._guard(lambda: dist.isend(buffer, self._peer, group=self._group))
-        return lambda: self._guard(work.wait)
+    def post(self, buffer: Tensor) -> Departure:
+        return _Send(self, self._guard(lambda: dist.isend(buffer, self._peer, group=self._group)))
 
     def take(self, buffer: Tensor) -> None:
         work = self._guard(lambda: dist.irecv(buffer, self._peer, group=self._group))
         self._guard(work.wait)
+
+    def drain(self) -> None:
+        """The departures know."""
+
+    @property
+    def tells_departures(self) -> bool:
+        """Gloo's sends never report their end before it is waited for."""
+        return self._backend == "nccl"
 
     def _guard(self, action: Callable[[], Any]) -> Any:
         try:
@@ -151,17 +211,47 @@ class GroupChannel:
             raise LinkError(self._peer, self._what, f"{detail} (rank {self._peer})") from error
 
 
+class _Send:
+    def __init__(self, channel: GroupChannel, work: Any):
+        self._channel = channel
+        self._work = work
+
+    def wait(self) -> None:
+        self._channel._guard(self._work.wait)
+
+    def has_left(self) -> bool:
+        return self._channel.tells_departures and self._work.is_completed()
+
+
+class _Gone:
+    """The departure of a buffer that was copied."""
+
+    def wait(self) -> None:
+        pass
+
+    def has_left(self) -> bool:
+        return True
+
+
 class HostStagedChannel:
     """For ranks that share a GPU: through host memory and gloo, which must never see a CUDA tensor."""
 
     def __init__(self, channel: GroupChannel):
         self._channel = channel
         self._pinned: dict[int, Tensor] = {}
+        self._in_flight: deque[tuple[Departure, Tensor]] = deque()
 
-    def post(self, buffer: Tensor) -> Callable[[], None]:
-        # Waits for the device: gloo reads the copy at once, and the returned call keeps it.
+    def post(self, buffer: Tensor) -> Departure:
+        # Waits for the device: gloo reads the copy at once. The buffer itself is free.
         host = buffer.to("cpu")
-        return self._channel.post(host)
+        if len(self._in_flight) >= _MAX_STAGED:
+            self._in_flight.popleft()[0].wait()
+        self._in_flight.append((self._channel.post(host), host))
+        return _Gone()
+
+    def drain(self) -> None:
+        while self._in_flight:
+            self._in_flight.popleft()[0].wait()
 
     def take(self, buffer: Tensor) -> None:
         size = buffer.numel()
@@ -180,9 +270,9 @@ class LoopbackChannel:
         self._what = what
         self._timeout_s = timeout_s
 
-    def post(self, buffer: Tensor) -> Callable[[], None]:
+    def post(self, buffer: Tensor) -> Departure:
         self._queue.put(buffer.clone())
-        return lambda: None
+        return _Gone()
 
     def take(self, buffer: Tensor) -> None:
         try:
@@ -193,6 +283,9 @@ class LoopbackChannel:
             f"{self._what}: sent {message.numel()}, awaited {buffer.numel()} bytes"
         )
         buffer.copy_(message)
+
+    def drain(self) -> None:
+        """Nothing is on its way."""
 
 
 def _num_bytes(fields: Sequence[Field]) -> int:

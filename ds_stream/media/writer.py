@@ -30,6 +30,19 @@ _COPIED_AUDIO = {
 _BT709 = 1
 
 
+class NoWriter:
+    """Takes frames and keeps none."""
+
+    def write(self, frames: Frames) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
 class VideoWriter:
     """An H.264 file. It grows beside its final name and gets that name when it is whole.
 

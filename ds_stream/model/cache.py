@@ -4,6 +4,7 @@ Shapes: L tokens of a chunk, T tokens of a latent frame, H heads, D head channel
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,29 @@ class RollingCache:
         """Device memory of this cache, in bytes."""
         tensors = (self._keys, self._values, self._unrotated_sink_keys, self._candidate_keys)
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def state(self) -> dict[str, Any]:
+        """All that it holds, for :meth:`load` of another cache of the same shape. Not a copy."""
+        return {
+            "keys": self._keys,
+            "values": self._values,
+            "unrotated_sink_keys": self._unrotated_sink_keys,
+            "candidate_keys": self._candidate_keys,
+            "sink_position": self._sink_position,
+            "sink_choices": self._sink_choices,
+            "pending": self._pending,
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up the state of a cache that was on another stage."""
+        self._keys.copy_(state["keys"])
+        self._values.copy_(state["values"])
+        self._unrotated_sink_keys.copy_(state["unrotated_sink_keys"])
+        self._candidate_keys.copy_(state["candidate_keys"])
+        device = self._keys.device
+        self._sink_position = list(state["sink_position"])
+        self._sink_choices = {chunk: choice.to(device) for chunk, choice in state["sink_choices"].items()}
+        self._pending = {store: (chunk, choice.to(device)) for store, (chunk, choice) in state["pending"].items()}
 
     def update(
         self,

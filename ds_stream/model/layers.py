@@ -84,21 +84,19 @@ class RowContextFactory:
     """Makes row contexts: positions and timesteps from a row's integers, caches of the right shape.
 
     Args:
-        blocks: indices of the blocks on this stage.
         device: where the caches live.
     """
 
-    def __init__(self, config: StreamConfig, blocks: Sequence[int], device: torch.device):
+    def __init__(self, config: StreamConfig, device: torch.device):
         self.cache_shape = cache_shape(config)
         self.noise_schedule = NoiseSchedule(config.noise)
-        self._blocks = blocks
         self._device = device
         self._dtype = torch_dtype(config)
         self._rope = Rope(config.model.head_dim, *_token_grid(config), device)
 
-    def new_caches(self) -> dict[int, RollingCache]:
-        """Empty caches of a session, one for each block of this stage."""
-        return {block: RollingCache(self.cache_shape, self._dtype, self._device) for block in self._blocks}
+    def new_caches(self, blocks: Sequence[int]) -> dict[int, RollingCache]:
+        """Empty caches of a session, one for each of these blocks."""
+        return {block: RollingCache(self.cache_shape, self._dtype, self._device) for block in blocks}
 
     def make(
         self,
@@ -143,7 +141,8 @@ class EmbedLayer(nn.Module):
         embedder = self.condition_embedder
         latents_RCNhw = self._with_source(batch) if self._takes_source else batch.latents_RCNhw
         hidden_RLD = self.patch_embedding(latents_RCNhw.to(weight.dtype)).flatten(2).transpose(1, 2).contiguous()
-        timesteps = torch.tensor([row.timestep for row in batch.rows], device=weight.device)
+        # Filled on the device: copying them there would make the host wait for it.
+        timesteps = torch.cat([torch.full((1,), row.timestep, device=weight.device) for row in batch.rows])
         # Diffusers keeps the time embedder in fp32, whatever the other weights are.
         sinusoids = embedder.timesteps_proj(timesteps).to(embedder.time_embedder.linear_1.weight.dtype)
         temb_RD = embedder.time_embedder(sinusoids).to(weight.dtype)

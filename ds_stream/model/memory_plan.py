@@ -8,20 +8,26 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from ds_stream.core import PIXEL_FRAMES_PER_LATENT_FRAME
-from ds_stream.model.layers import BlockLayer, cache_shape, message_fields, torch_dtype
+from ds_stream.core import NUM_WAN_DECODE_LAYERS, PIXEL_FRAMES_PER_LATENT_FRAME
+from ds_stream.model.layers import BlockLayer, cache_shape, latent_shape, message_fields, torch_dtype
 from ds_stream.model.light_vae import LightDecodeLayer, LightEncodeLayer
-from ds_stream.model.pipeline import layer_specs
-from ds_stream.model.vae import DecodeLayer, EncodeLayer
+from ds_stream.model.pipeline import decoder_input_field, layer_specs
+from ds_stream.model.vae import DecodeLayer, EncodeLayer, decoder_input_shape
 from ds_stream.model.weights.load import parameter_dtype
+from ds_stream.partition import Ring
 from ds_stream.settings import StreamConfig
 
 MIB, GIB = 2**20, 2**30
-# Four frames of full size and width that a half of the Wan VAE holds at its peak: measured at 480x832 on an H200, see
-# tests/results. The light one: a level's input, the concatenation with its past, and its output.
-_ENCODE_PICTURES, _DECODE_PICTURES, _LIGHT_PICTURES = 10.0, 17.0, 4.0
+# Four frames of full size and width that a half of the VAE holds at its peak. Wan's encoder: measured at 480x832 on an
+# H200, see tests/results. The light VAE: a level's input, the concatenation with its past, and its output.
+_ENCODE_PICTURES, _LIGHT_PICTURES = 10.0, 4.0
+# What a part of the Wan decoder holds at its peak besides its caches and a chunk's features before and after it, in
+# pictures that it makes of one latent frame. With it a whole decoder holds the 17 of full size and width that were
+# measured for one latent frame a chunk, of which 6.2 are caches.
+_DECODE_PICTURES = 9.34
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,54 +59,101 @@ def plan_memory(config: StreamConfig, exact_rows: bool, num_message_buffers: int
     """
     partition = config.stages.partition
     assert partition != "auto", "resolve the config first"
-    specs = layer_specs(config)
+    specs, ring = layer_specs(config), config.layers.ring_of(partition)
     return [
-        _plan_stage(config, specs[start:stop], stage, exact_rows, num_message_buffers)
+        _plan_stage(config, specs[start:stop], stage, ring, exact_rows, num_message_buffers)
         for stage, (start, stop) in enumerate(itertools.pairwise(partition))
     ]
 
 
 def _plan_stage(
-    config: StreamConfig, specs: Sequence, stage: int, exact_rows: bool, num_message_buffers: int
+    config: StreamConfig, specs: Sequence, stage: int, ring: Ring, exact_rows: bool, num_message_buffers: int
 ) -> StageMemory:
     dtype, model = torch_dtype(config), config.model
     layers = [spec.build() for spec in specs]
-    num_stages = len(config.stages.partition) - 1
     num_blocks = sum(isinstance(layer, BlockLayer) for layer in layers)
     num_tokens = config.context.num_latent_frames_per_chunk * cache_shape(config).tokens_per_frame
 
     # A block's widest moment: its hidden states several times, some in fp32, and the feed-forward's hidden channels.
     rows_at_once = 1 if exact_rows else config.batch.max_rows
     block = rows_at_once * num_tokens * (10 * model.dim + 2 * model.ffn_dim) * dtype.itemsize
-    fields_of_message = message_fields(config, config.batch.max_rows)
-    message = sum(math.prod(shape) * of_type.itemsize for shape, of_type in fields_of_message)
+    message = sum(_num_bytes(field) for field in message_fields(config, config.batch.max_rows))
     # While a prompt fades, every chunk in the ring may have one of its own.
-    num_prompts = num_stages * config.batch.max_rows if config.text.blend_chunks else 1
-    num_links = (stage > 0) + (stage < num_stages - 1)
+    num_prompts = ring.num_stages * config.batch.max_rows if config.text.blend_chunks else 1
+    num_links = (ring.first < stage <= ring.last) + (ring.first <= stage < ring.last)
+    is_in_ring = ring.first <= stage <= ring.last
     return StageMemory(
-        weights=sum(
-            parameter.numel() * parameter_dtype(layer, name, dtype).itemsize
-            for layer in layers
-            for name, parameter in layer.named_parameters()
-        ),
+        weights=sum(_weight_bytes(layer, dtype) for layer in layers),
         cache=num_blocks * cache_shape(config).num_elements() * dtype.itemsize,
-        activations=block + num_links * num_message_buffers * message,
-        vae=max((_vae_working_memory(config, layer) for layer in layers), default=0.0),
-        text=(num_prompts + 1) * model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize,
+        activations=is_in_ring * block + num_links * num_message_buffers * message,
+        vae=max(_single_layer_memory(config, layers), _decoder_memory(config, layers)),
+        text=is_in_ring
+        * (num_prompts + 1)
+        * (model.num_text_tokens * model.dim * (2 * num_blocks + 1) * dtype.itemsize),
     )
 
 
-def _vae_working_memory(config: StreamConfig, layer: nn.Module) -> float:
-    """Of one half of a VAE, which works while the other does not; 0 for any other layer."""
+def _single_layer_memory(config: StreamConfig, layers: Sequence[nn.Module]) -> float:
+    """Of the larger half of a VAE that is one layer: they do not work at the same time. 0 without one."""
     pixels = PIXEL_FRAMES_PER_LATENT_FRAME * config.video.width * config.video.height
-    light, wan_width = config.light_vae, config.vae.base_dim
     channels = {
-        EncodeLayer: _ENCODE_PICTURES * wan_width,
-        DecodeLayer: _DECODE_PICTURES * wan_width,
-        LightEncodeLayer: _LIGHT_PICTURES * light.encoder_width,
-        LightDecodeLayer: _LIGHT_PICTURES * light.decoder_widths[-1],
+        EncodeLayer: _ENCODE_PICTURES * config.vae.base_dim,
+        LightEncodeLayer: _LIGHT_PICTURES * config.light_vae.encoder_width,
+        LightDecodeLayer: _LIGHT_PICTURES * config.light_vae.decoder_widths[-1],
     }
-    return channels.get(type(layer), 0.0) * pixels * torch_dtype(config).itemsize
+    return max(channels.get(type(layer), 0.0) for layer in layers) * pixels * torch_dtype(config).itemsize
+
+
+def _decoder_memory(config: StreamConfig, layers: Sequence[nn.Module]) -> float:
+    """Of the Wan decoder's parts among ``layers``: they work one after the other, but each keeps its caches."""
+    parts = [layer for layer in layers if isinstance(layer, DecodeLayer)]
+    working = max((_decoder_working_memory(config, layer.part) for layer in parts), default=0.0)
+    return working + sum(_decoder_cache_bytes(config, layer) for layer in parts)
+
+
+def _decoder_working_memory(config: StreamConfig, part: int) -> float:
+    # The last part gives pixels, which are small beside the features that it works on.
+    last = NUM_WAN_DECODE_LAYERS - 1
+    channels, _, height, width = latent_shape(config)
+    picture = decoder_input_shape(config.vae, min(part + 1, last), (channels, 1, height, width), is_first_chunk=False)
+    ends = range(part, min(part + 1, last) + 1)
+    features = sum(_num_bytes(decoder_input_field(config, end, is_first_chunk=False)) for end in ends)
+    return _DECODE_PICTURES * math.prod(picture) * torch_dtype(config).itemsize + features
+
+
+@torch.no_grad()
+def _decoder_cache_bytes(config: StreamConfig, layer: DecodeLayer) -> int:
+    """Of one session's convolution caches, as two chunks of tensors without memory leave them."""
+    meta = torch.device("meta")
+    layer = layer.to(device=meta, dtype=torch_dtype(config))
+    state = layer.new_state()
+    for is_first_chunk in (True, False):
+        shape, dtype = decoder_input_field(config, layer.part, is_first_chunk)
+        layer(torch.empty(shape, dtype=dtype, device=meta), state)
+    return sum(cache.nbytes for cache in state.features if isinstance(cache, Tensor))
+
+
+def _num_bytes(field: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = field
+    return math.prod(shape) * dtype.itemsize
+
+
+def layer_bytes(config: StreamConfig) -> tuple[float, ...]:
+    """What each layer takes while one session streams: its weights, and of a block the cache and the text's keys and
+    values."""
+    dtype, model = torch_dtype(config), config.model
+    block = cache_shape(config).num_elements() + 4 * model.num_text_tokens * model.dim
+    layers = [spec.build() for spec in layer_specs(config)]
+    return tuple(
+        _weight_bytes(layer, dtype) + isinstance(layer, BlockLayer) * block * dtype.itemsize for layer in layers
+    )
+
+
+def _weight_bytes(layer: nn.Module, dtype: torch.dtype) -> int:
+    return sum(
+        parameter.numel() * parameter_dtype(layer, name, dtype).itemsize
+        for name, parameter in layer.named_parameters()
+    )
 
 
 def describe_plan(plan: Sequence[StageMemory], partition: Sequence[int]) -> str:

@@ -24,6 +24,7 @@ class NoiseSchedule:
     def __init__(self, config: NoiseConfig):
         self.num_denoising_steps = len(config.steps)
         self._table = _timestep_table(config.shift)
+        self._sigma_by_timestep: dict[float, float] = {}
         self._first_timestep_offset = config.first_timestep_offset
         self._sigmas = [self._sigma_of(timestep) for timestep in config.timesteps]
         self._timesteps = [*config.timesteps, *[0.0] * config.context_pass]
@@ -70,7 +71,10 @@ class NoiseSchedule:
         return step + 1 < self.num_denoising_steps
 
     def _sigma_of(self, timestep: float) -> float:
-        return min(self._table, key=lambda entry: abs(entry - timestep)) / 1000
+        # Every chunk of a stream asks for the same few.
+        if timestep not in self._sigma_by_timestep:
+            self._sigma_by_timestep[timestep] = min(self._table, key=lambda entry: abs(entry - timestep)) / 1000
+        return self._sigma_by_timestep[timestep]
 
 
 def keyed_noise(shape: tuple[int, ...], seed: int, chunk: int, step: int, device: torch.device) -> Tensor:

@@ -3,6 +3,8 @@
 RoFormer (arXiv 2104.09864), eq. 34, in the three-axis split of Wan 2.1. Shapes: L tokens, H heads, D head channels.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ Angles = tuple[Tensor, Tensor]
 """Cosine and sine, each ``[L, D / 2]``, fp32."""
 
 THETA = 10000.0
+# The passes of a chunk ask for the same; about as many chunks are in a ring at once.
+_KEPT_ANGLES = 32
 
 
 class Rope:
@@ -24,28 +28,32 @@ class Rope:
 
     def __init__(self, head_dim: int, grid_height: int, grid_width: int, device: torch.device):
         space_dim = 2 * (head_dim // 6)
-        self._time_freqs = _frequencies(head_dim - 2 * space_dim)
-        self._device = device
-        freqs = _frequencies(space_dim)
-        rows = torch.outer(torch.arange(grid_height, dtype=torch.float64), freqs)
-        columns = torch.outer(torch.arange(grid_width, dtype=torch.float64), freqs)
+        self._time_freqs = _frequencies(head_dim - 2 * space_dim).to(device)
+        freqs = _frequencies(space_dim).to(device)
+        rows = torch.outer(_positions(0, grid_height, device), freqs)
+        columns = torch.outer(_positions(0, grid_width, device), freqs)
         shape = (grid_height, grid_width, -1)
         space = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-1).flatten(0, 1)
         self._space = self._waves(space)
+        self._kept = functools.lru_cache(maxsize=_KEPT_ANGLES)(self._compute)
 
     def angles(self, first_position: int, num_latent_frames: int) -> Angles:
-        """Angles for the tokens of latent frames at positions ``first_position``, ``first_position + 1``, ...
+        """Angles for the tokens of latent frames at positions ``first_position``, ``first_position + 1``, ...; shared.
 
         The products are taken in float64, so that positions far past any table keep their precision. Only those of
-        time are computed, on the host; those of height and width never change.
+        time are computed, on the device, which nothing has to be copied to; those of height and width never change.
         """
-        positions = torch.arange(first_position, first_position + num_latent_frames, dtype=torch.float64)
+        return self._kept(first_position, num_latent_frames)
+
+    def _compute(self, first_position: int, num_latent_frames: int) -> Angles:
+        positions = _positions(first_position, num_latent_frames, self._time_freqs.device)
         time = self._waves(torch.outer(positions, self._time_freqs))
         cos, sin = (self._join(of_time, of_space) for of_time, of_space in zip(time, self._space, strict=True))
         return cos, sin
 
-    def _waves(self, angles: Tensor) -> Angles:
-        return angles.cos().float().to(self._device), angles.sin().float().to(self._device)
+    @staticmethod
+    def _waves(angles: Tensor) -> Angles:
+        return angles.cos().float(), angles.sin().float()
 
     @staticmethod
     def _join(time_NC: Tensor, space_TC: Tensor) -> Tensor:
@@ -59,6 +67,10 @@ def apply_rope(x_LHD: Tensor, angles: Angles) -> Tensor:
     real, imaginary = x_LHD.float().unflatten(-1, (-1, 2)).unbind(-1)
     rotated = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), dim=-1)
     return rotated.flatten(-2).to(x_LHD.dtype)
+
+
+def _positions(first: int, count: int, device: torch.device) -> Tensor:
+    return torch.arange(first, first + count, dtype=torch.float64, device=device)
 
 
 def _frequencies(dim: int) -> Tensor:

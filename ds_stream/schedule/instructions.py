@@ -19,11 +19,30 @@ class StreamInstruction(PipeInstruction):
 
 
 class SendPlan(StreamInstruction):
-    """Pass the plan on, ahead of the data.
+    """Pass the plan on, ahead of the data, and with it what earlier stages and this one have timed.
 
-    Roughly: ``control.send(plan, stage=next)``
+    Roughly: ``control.send(plan, timings, stage=next)``
 
     Pairs with the plan iterator of the next stage's schedule.
+    """
+
+
+class ReturnTimings(StreamInstruction):
+    """Hand what all stages have timed to the controller; last stage only.
+
+    Roughly: ``control.send(timings, rank=0)``
+
+    Pairs with the controller's collector.
+    """
+
+
+class Repartition(StreamInstruction):
+    """Give away the layers that other stages hold from here on, with what sessions and prompts keep in them, and take
+    in those that this stage holds. No row is in flight.
+
+    Roughly: ``moves.send(layer, stage=new)`` for each that leaves, then ``moves.recv(stage=old)`` for each that comes
+
+    Pairs with itself on every other stage.
     """
 
 
@@ -41,17 +60,28 @@ class CloseSession(StreamInstruction):
     """
 
 
-class EmbedPrompt(StreamInstruction):
-    """Project the controller's text embedding, and compute this stage's cross-attention keys/values once.
+class SendEmbedding(StreamInstruction):
+    """Pass the controller's text embedding on, on a first stage that is not in the ring.
 
-    Roughly: ``prompts[prompt] = cross_attention(embed.text(controller.take_prompt(prompt)))``; first ring stage only.
+    Roughly: ``activations.send(controller.take_prompt(prompt), stage=next)``
+
+    Pairs with :class:`EmbedPrompt` on the next stage.
+    """
+
+
+class EmbedPrompt(StreamInstruction):
+    """Project a text embedding, and compute this stage's cross-attention keys/values once; first ring stage only.
+
+    Roughly: ``prompts[prompt] = cross_attention(embed.text(embedding))``
+
+    The embedding is the controller's, or pairs with :class:`SendEmbedding` on the stage before.
     """
 
 
 class RecvPrompt(StreamInstruction):
     """Receive a projected text embedding, and compute this stage's cross-attention keys/values once.
 
-    Roughly: ``prompts[prompt] = cross_attention(context.recv(stage=prev))``
+    Roughly: ``prompts[prompt] = cross_attention(activations.recv(stage=prev))``
 
     Pairs with :class:`SendPrompt` on the previous stage.
     """
@@ -60,7 +90,7 @@ class RecvPrompt(StreamInstruction):
 class SendPrompt(StreamInstruction):
     """Pass a projected text embedding on.
 
-    Roughly: ``context.send(prompts[prompt].context, stage=next)``
+    Roughly: ``activations.send(context, stage=next)``
 
     Pairs with :class:`RecvPrompt` on the next stage.
     """
@@ -78,15 +108,40 @@ class RecvLatents(StreamInstruction):
 
     Roughly: ``latents[:num_rows] = returned.recv(stage=ring_last)``
 
-    Pairs with :class:`ReturnLatents` of launch ``launch - stages`` on the last ring stage.
+    Pairs with :class:`ReturnLatents` of launch ``launch - ring stages`` on the last ring stage.
+    """
+
+
+class EncodeChunk(StreamInstruction):
+    """Encode the pixels of a chunk that enters the ring; first stage only.
+
+    Roughly: ``video[session, chunk] = encode(controller.take_chunk(session, chunk))``
+    """
+
+
+class SendVideo(StreamInstruction):
+    """Pass encoded latents on, on a first stage that is not in the ring.
+
+    Roughly: ``activations.send(video[session, chunk], stage=next)``
+
+    Pairs with :class:`RecvVideo` on the next stage, one tick later.
+    """
+
+
+class RecvVideo(StreamInstruction):
+    """Receive encoded latents on a first ring stage that does not encode.
+
+    Roughly: ``video[session, chunk] = activations.recv(stage=prev)``
+
+    Pairs with :class:`SendVideo` on the previous stage, one tick earlier.
     """
 
 
 class StartChunk(StreamInstruction):
     """Make the noisy latents of a chunk that enters the ring, and append them as the batch's next row.
 
-    Roughly: ``latents.append(start(encode(controller.take_chunk(session, chunk)), noise(session, chunk, 0)))``; for a
-    model that takes the source's latents, they are kept for the chunk's passes.
+    Roughly: ``latents.append(start(video[session, chunk], noise(session, chunk, 0)))``; for a model that takes the
+    source's latents, they are kept for the chunk's passes.
     """
 
 
@@ -131,10 +186,42 @@ class ReturnLatents(StreamInstruction):
     """
 
 
-class DecodeChunk(StreamInstruction):
-    """Decode a finished chunk to pixels and send them to the controller's rank.
+class TakeFinished(StreamInstruction):
+    """Take the clean latents of a finished chunk out of the batch; last ring stage only.
 
-    Roughly: ``frames.send(uint8(decode(latents[row])), rank=0)``
+    Roughly: ``finished = latents[row]``
+    """
+
+
+class RecvFinished(StreamInstruction):
+    """Receive a finished chunk from the previous stage: clean latents, or features between two layers of the decoder.
+
+    Roughly: ``finished = activations.recv(stage=prev)``
+
+    Pairs with :class:`SendFinished` on the previous stage, one tick earlier.
+    """
+
+
+class DecodeChunk(StreamInstruction):
+    """Run this stage's layers of the decoder on a finished chunk.
+
+    Roughly: ``finished = decode(finished)``
+    """
+
+
+class SendFinished(StreamInstruction):
+    """Pass a finished chunk on, as far as it is decoded.
+
+    Roughly: ``activations.send(finished, stage=next)``
+
+    Pairs with :class:`RecvFinished` on the next stage, one tick later.
+    """
+
+
+class DeliverChunk(StreamInstruction):
+    """Hand the pixels of a finished chunk to the controller; last stage only.
+
+    Roughly: ``frames.send(finished, rank=0)``
 
     Pairs with the controller's collector.
     """

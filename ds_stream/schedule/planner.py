@@ -26,10 +26,20 @@ class RingPlanner:
         lead: context lead, 0 to ``K - 1``.
         max_rows: ``B``, most rows of one launch. May change at any time; rows in flight always finish.
         max_queued_chunks: launches that the ring may go on while a finished chunk is not delivered.
+        num_stages_outside: stages before and after the ring.
     """
 
-    def __init__(self, num_stages: int, num_passes: int, lead: int, max_rows: int, max_queued_chunks: int = 2):
+    def __init__(
+        self,
+        num_stages: int,
+        num_passes: int,
+        lead: int,
+        max_rows: int,
+        max_queued_chunks: int = 2,
+        num_stages_outside: int = 0,
+    ):
         self.num_stages = num_stages
+        self.num_stages_outside = num_stages_outside
         self.num_passes = num_passes
         self.lead = lead
         self.max_rows = max_rows
@@ -43,11 +53,11 @@ class RingPlanner:
     def may_launch(self) -> bool:
         """Whether another launch keeps the run-ahead bounded.
 
-        Launches are held back while a chunk whose last pass was launched ``num_stages + max_queued_chunks`` ticks ago
-        is not delivered, so that neither messages between stages nor finished frames pile up.
+        Launches are held back while a chunk whose last pass was launched ``max_queued_chunks`` ticks more ago than
+        there are stages is not delivered, so that neither messages between stages nor finished frames pile up.
         """
         oldest = next(iter(self._undelivered.values()), self.tick)
-        return oldest > self.tick - self.num_stages - self.max_queued_chunks
+        return oldest > self.tick - self.num_stages - self.num_stages_outside - self.max_queued_chunks
 
     @property
     def num_undelivered(self) -> int:
@@ -58,6 +68,12 @@ class RingPlanner:
     def is_empty(self) -> bool:
         """Whether no row goes on: the next launch has only rows that it admits."""
         return not any(row.step + 1 < self.num_passes for rows in self._slots for row in rows)
+
+    def set_ring(self, num_stages: int, num_stages_outside: int) -> None:
+        """Go on with a ring of another length, once it is empty."""
+        assert self.is_empty, "rows are in flight"
+        self.num_stages, self.num_stages_outside = num_stages, num_stages_outside
+        self._slots = [()] * num_stages
 
     def open(self, session: int) -> None:
         """Let chunks of ``session`` enter, from chunk 0."""
@@ -121,7 +137,7 @@ class RingPlanner:
 
 
 def num_message_buffers(num_stages: int, max_queued_chunks: int) -> int:
-    """Message buffers per link with which no send ever finds them all in flight.
+    """Message buffers per link with which no send ever finds them all in flight, one message a launch.
 
     :attr:`RingPlanner.may_launch` bounds how far the first stage is ahead of a delivered chunk, and a row that goes on
     is awaited after ``num_stages`` ticks; the simulator proves the sum.

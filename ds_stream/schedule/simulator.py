@@ -14,18 +14,23 @@ A breach raises :class:`ScheduleFault`. Together with a sweep this is the proof 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ds_stream.core import Event, EventKind, Plan, Row
 from ds_stream.model.window import ContextWindow
+from ds_stream.partition import LayerList
 from ds_stream.schedule.planner import RingPlanner, num_message_buffers
-from ds_stream.schedule.simulated_stage import FRAMES, Mutation, ScheduleFault, SimulatedStage, Wires
+from ds_stream.schedule.simulated_stage import Mutation, SimulatedStage
+from ds_stream.schedule.simulated_wires import FRAMES, Kind, ScheduleFault, Wires
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """One run to simulate: sessions of ``num_chunks`` chunks each, arriving at the ticks of ``arrivals``."""
 
-    num_stages: int
+    layers: LayerList
+    partitions: Sequence[tuple[int, ...]]
+    """Boundaries of the stages at the start, and those that follow, one every ``ticks_per_partition``."""
     window: ContextWindow
     max_rows: int | Callable[[int], int]
     """Row cap, or a function from tick to row cap."""
@@ -34,6 +39,18 @@ class Scenario:
     for lack of chunks count too."""
     order_seed: int = 0
     max_queued_chunks: int = 2
+    ticks_per_partition: int = 5
+    has_video: bool = True
+
+    @staticmethod
+    def ring_of(num_stages: int, *rest: Any, **options: Any) -> "Scenario":
+        """A ring alone: a block on each stage, the VAE on the first and last ones."""
+        layers = LayerList(num_stages, num_decode_layers=1)
+        return Scenario(layers, [layers.resolve("auto", num_stages)], *rest, **options)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.partitions[0]) - 1
 
 
 @dataclass(slots=True)
@@ -42,7 +59,8 @@ class SimulationResult:
     finished: list[tuple[int, int]] = field(default_factory=list)
     """Finished ``(session, chunk)`` in order."""
     max_rows_seen: int = 0
-    max_buffers_in_flight: int = 0
+    num_partitions: int = 1
+    """Partitions that came into force."""
 
 
 def simulate(scenario: Scenario, mutate: Mutation | None = None) -> SimulationResult:
@@ -58,12 +76,16 @@ class _Simulation:
     def __init__(self, scenario: Scenario, mutate: Mutation | None):
         self.scenario = scenario
         self.chance = random.Random(scenario.order_seed)
-        self.wires = Wires(num_message_buffers(scenario.num_stages, scenario.max_queued_chunks))
         self.controller = _Controller(scenario)
+        num_launches = num_message_buffers(scenario.num_stages, scenario.max_queued_chunks)
+        # Each row of a launch may finish, and each session's prompt may change besides.
+        num_parcels = num_launches * (self.controller.most_rows + len(scenario.arrivals))
+        self.wires = Wires({kind: num_parcels if kind is Kind.PARCEL else num_launches for kind in Kind})
         self.stages = [
             SimulatedStage(
                 stage,
-                scenario.num_stages,
+                scenario.layers,
+                scenario.partitions[0],
                 scenario.window,
                 self.wires,
                 self.controller.plans() if stage == 0 else None,
@@ -93,19 +115,21 @@ class _Simulation:
             raise ScheduleFault(f"finished {sorted(self.result.finished)} instead of {sorted(expected)}")
         self.result.num_ticks = self.controller.planner.tick
         self.result.max_rows_seen = max(stage.max_rows_seen for stage in self.stages)
-        self.result.max_buffers_in_flight = self.wires.max_in_flight
+        self.result.num_partitions = self.controller.num_partitions
         return self.result
 
     def _collect(self) -> None:
-        session, chunk, tick = self.wires.receive(FRAMES)
-        assert isinstance(session, int) and isinstance(chunk, int) and isinstance(tick, int)
+        message = self.wires.receive(FRAMES, Kind.FRAMES)
+        assert isinstance(message, tuple)
+        session, chunk, tick = message
         if any(other == (session, chunk) for other in self.result.finished):
             raise ScheduleFault(f"chunk {chunk} of session {session} came out twice")
         elders = [c for s, c in self.result.finished if s == session]
         if chunk != len(elders):
             raise ScheduleFault(f"chunk {chunk} of session {session} came out after {elders}")
-        latency = tick + 1 - self.controller.admitted_at[session, chunk]
-        if latency != self.scenario.window.num_passes * self.scenario.num_stages:
+        admitted_at, num_ring_stages = self.controller.admitted_at[session, chunk]
+        latency = tick + 1 - admitted_at
+        if latency != (self.scenario.window.num_passes - 1) * num_ring_stages + self.scenario.num_stages:
             raise ScheduleFault(f"chunk {chunk} of session {session} took {latency} ticks")
         self.result.finished.append((session, chunk))
         self.controller.planner.delivered(session, chunk)
@@ -117,11 +141,20 @@ class _Controller:
     def __init__(self, scenario: Scenario):
         self.scenario = scenario
         window = scenario.window
+        num_ring_stages = scenario.layers.ring_of(scenario.partitions[0]).num_stages
         self.planner = RingPlanner(
-            scenario.num_stages, window.num_passes, window.lead, self._cap(0), scenario.max_queued_chunks
+            num_ring_stages,
+            window.num_passes,
+            window.lead,
+            self._cap(0),
+            scenario.max_queued_chunks,
+            scenario.num_stages - num_ring_stages,
         )
-        self.admitted_at: dict[tuple[int, int], int] = {}
+        self.admitted_at: dict[tuple[int, int], tuple[int, int]] = {}
+        """Tick, and stages of the ring then."""
+        self.most_rows = max(self._cap(tick) for tick in range(100))
         self.idle_ticks = 0
+        self.num_partitions = 1
 
     def _cap(self, tick: int) -> int:
         cap = self.scenario.max_rows
@@ -155,12 +188,18 @@ class _Controller:
             ):
                 self.idle_ticks += 1
                 arrived = self._arrived(tick)
-            rows = self.planner.next_rows(arrived, lambda session, chunk: Row(session, chunk, 0, prompt=session))
+            partition = self._next_partition()
+            if partition and not self.planner.is_empty:
+                # Rows in flight run out first.
+                partition, arrived = (), dict.fromkeys(arrived, 0)
+            elif partition:
+                self._take_up(partition)
+            rows = self.planner.next_rows(arrived, self._first_row)
             admitted = [row for row in rows if row.step == 0]
             if admitted and len(rows) > self.planner.max_rows:
                 raise ScheduleFault(f"tick {tick} admits {admitted} beyond the cap of {self.planner.max_rows}")
-            self.admitted_at.update({(row.session, row.chunk): tick for row in admitted})
-            yield Plan(tick, rows, tuple(events))
+            self.admitted_at.update({(row.session, row.chunk): (tick, self.planner.num_stages) for row in admitted})
+            yield Plan(tick, rows, tuple(events), partition)
             events = []
             all_admitted = all(self.planner.num_admitted(s) == len(self.scenario.arrivals[s]) for s in sessions)
             if all_admitted and self.planner.is_empty and self.planner.num_undelivered == 0:
@@ -169,6 +208,23 @@ class _Controller:
             e for s in sessions for e in (Event(EventKind.CLOSE_SESSION, s), Event(EventKind.DROP_PROMPT, 0, s))
         )
         yield Plan(self.planner.tick, (), (*closing, Event(EventKind.STOP)))
+
+    def _next_partition(self) -> tuple[int, ...]:
+        scenario = self.scenario
+        is_due = self.planner.tick >= self.num_partitions * scenario.ticks_per_partition
+        return (
+            scenario.partitions[self.num_partitions]
+            if is_due and self.num_partitions < len(scenario.partitions)
+            else ()
+        )
+
+    def _take_up(self, partition: tuple[int, ...]) -> None:
+        self.num_partitions += 1
+        num_ring_stages = self.scenario.layers.ring_of(partition).num_stages
+        self.planner.set_ring(num_ring_stages, self.scenario.num_stages - num_ring_stages)
+
+    def _first_row(self, session: int, chunk: int) -> Row:
+        return Row(session, chunk, 0, prompt=session, strength=0.5 if self.scenario.has_video else None)
 
 
 def _set_prompt(session: int) -> Event:

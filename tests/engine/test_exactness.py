@@ -127,7 +127,7 @@ def test_sources_do_not_outlive_their_chunk_and_a_stream_without_video_has_none(
     def plans(controller_plans: Iterator[Plan]) -> Iterator[Plan]:
         for plan in controller_plans:
             yield plan
-            sources.append({s: len(state.sources) for s, state in ring.engines[0]._sessions.items()})
+            sources.append({s: len(state.sources) for s, state in ring.engines[0].state.sessions.items()})
 
     inner = ring.controller.plans
     ring.controller.plans = lambda: plans(inner())
@@ -225,7 +225,7 @@ def test_a_new_session_in_a_used_ring_equals_a_fresh_one():
     ring.engines[0].source = ring.controller
     again = ring.run([Stream(5, clip_of(4))])[0]
     assert np.array_equal(first, again)
-    assert all(not engine._sessions and not engine._prompts for engine in ring.engines)
+    assert all(not engine.state.sessions and not engine.state._texts for engine in ring.engines)
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])
@@ -258,7 +258,7 @@ def test_every_chunk_can_have_a_prompt_of_its_own(num_stages: int):
     assert np.array_equal(
         writer.frames, reference_frames(config, stream, embedding_of=lambda chunk: embed(config, names[chunk]))
     )
-    assert all(not engine._prompts for engine in ring.engines)
+    assert all(not engine.state._texts for engine in ring.engines)
 
 
 def test_noise_and_weights_do_not_come_from_the_global_generator():
@@ -293,12 +293,13 @@ def test_output_i_belongs_to_input_i(num_chunks: int, monkeypatch: pytest.Monkey
     from rings import CPU
 
     layers = build_all_layers(config.stream, CPU)
-    states = layers.encode.new_state(), layers.decode.new_state()
+    states = layers.encode.new_state(), layers.new_decoder_states()
     expected = []
     with torch.no_grad():
         for chunk in range(num_chunks):
             part = clip[geometry(config).first_frame(chunk) :][: geometry(config).num_frames(chunk)]
-            expected.append(layers.decode(layers.encode(torch.from_numpy(part), states[0]), states[1]).numpy())
+            latents = layers.encode(torch.from_numpy(part), states[0])
+            expected.append(layers.decode_chunk(latents, states[1]).numpy())
     assert np.array_equal(frames, np.concatenate(expected))
 
 
@@ -312,8 +313,8 @@ def test_parameters_of_the_stages_add_up_and_none_is_built_twice(monkeypatch: py
     for num_stages in (1, 2, 3, 4, 5):
         built.clear()
         engines = MockRing(config, num_stages).engines
-        # Encode, embed, three blocks, head, decode: each once, over all stages together.
-        assert len(built) == 7
+        # Encode, embed, three blocks, head, five of the decoder: each once, over all stages together.
+        assert len(built) == 11
         counts = [engine.module.num_parameters for engine in engines]
         names = [name for engine in engines for name, _ in engine.module.named_parameters()]
         whole = MockRing(config, 1).engines[0].module

@@ -14,7 +14,7 @@ from ds_stream.core import Frames, Plan
 from ds_stream.model.layers import EmbedLayer
 from rings import ArrayReader, ArrayWriter, MockRing, Stream, embed, geometry, random_clip, tiny_config
 
-NUM_CHUNKS, FULL_AFTER = 36, 12
+NUM_CHUNKS, FULL_AFTER = 42, 18
 
 
 class Nowhere(ArrayWriter):

@@ -38,12 +38,13 @@ def run_engine(config: Config, stream: Stream) -> tuple[list[Tensor], list[tuple
     ring = MockRing(config, 2)
     latents: list[Tensor] = []
     told: list[tuple[int, int, float]] = []
-    ring.engines[-1].layers.decode.register_forward_pre_hook(lambda _, inputs: latents.append(inputs[0].clone()))
+    first_decoder_layer = next(iter(ring.engines[-1].module.layers.decode.values()))
+    first_decoder_layer.register_forward_pre_hook(lambda _, inputs: latents.append(inputs[0].clone()))
 
     def note(_module, inputs):
         told.extend((row.row.chunk, row.row.step, row.timestep) for row in inputs[0].rows)
 
-    ring.engines[0].layers.embed.register_forward_pre_hook(note)
+    ring.engines[0].module.layers.embed.register_forward_pre_hook(note)
     ring.run([stream])
     return latents, sorted(told)
 

@@ -29,7 +29,7 @@ def dense_model(layers: StageLayers, config: StreamConfig) -> WanTransformer3DMo
         num_layers=model.num_layers,
         eps=model.eps,
     ).eval()
-    weights = {**layers.ring[0].state_dict(), **layers.ring[-1].state_dict()}
+    weights = {**layers.embed.state_dict(), **layers.by_index[config.layers.head].state_dict()}
     for block in layers.blocks:
         weights |= {f"blocks.{block.index}.{name}": value for name, value in block.block.state_dict().items()}
     dense.load_state_dict(weights, strict=True)
@@ -52,8 +52,8 @@ def run_chunks(
     num_passes_before: int = 0,
 ) -> Tensor:
     """Flow of each chunk of ``latents`` ``[C, all frames, h, w]`` at pass ``step``, chunk after chunk."""
-    rows = RowContextFactory(config, [block.index for block in layers.blocks], CPU)
-    caches, texts = rows.new_caches(), text_of(layers, embedding)
+    rows = RowContextFactory(config, CPU)
+    caches, texts = rows.new_caches([block.index for block in layers.blocks]), text_of(layers, embedding)
     size = config.context.num_latent_frames_per_chunk
     flows = []
     for chunk, part in enumerate(latents.split(size, dim=1)):
@@ -136,13 +136,13 @@ def test_a_long_stream_does_not_feel_its_position():
     """Rotary positions are relative: 1,500 latent frames on, the same content gives the same flow."""
     config = tiny_config(context={"num_window_latent_frames": 3, "num_sink_latent_frames": 0}).stream
     layers = build_all_layers(config, CPU)
-    rows = RowContextFactory(config, [block.index for block in layers.blocks], CPU)
+    rows = RowContextFactory(config, CPU)
     texts = text_of(layers, embed(tiny_config(), "two red boats"))
     contents = [torch.randn(latent_shape(config)) for _ in range(3)]
     flows = []
     # Multiples of the window, so that slots coincide too.
     for start in (0, 1500, 3_000_000):
-        caches = rows.new_caches()
+        caches = rows.new_caches([block.index for block in layers.blocks])
         for chunk in range(3):
             # A stream that is past its start has a full window: fill it before looking.
             row = rows.make(Row(0, max(start, 3) + chunk, 0, 0), caches, texts)

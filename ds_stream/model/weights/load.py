@@ -87,6 +87,12 @@ class ModelWeights:
             yield published_name(layer, name), weight
 
 
+def fill_moved(layer: nn.Module, parameters: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give a layer on the meta device the parameters that it had on another stage, types included, and freeze it."""
+    layer.load_state_dict({name: weight.to(device) for name, weight in parameters.items()}, assign=True)
+    layer.to(device).eval().requires_grad_(False)
+
+
 def part_of(layer: nn.Module) -> Part:
     """The part of the model whose checkpoint holds a layer."""
     if isinstance(layer, EncodeLayer | DecodeLayer):
