@@ -88,7 +88,10 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
         from ds_stream.schedule.grid import describe_schedule
 
         stream = resolved.stream
-        print(describe_schedule(num_stages, stream.noise.num_passes, stream.context.lead, stream.batch.max_rows))
+        assert stream.stages.partition != "auto", "resolved"
+        ring = stream.layers.ring_of(stream.stages.partition)
+        noise, context = stream.noise, stream.context
+        print(describe_schedule(num_stages, ring, noise.num_passes, context.lead, stream.batch.max_rows))
 
 
 def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> None:

@@ -42,6 +42,9 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 """Exit code of a mistake in the command or its files."""
 
+EXIT_INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
 Frames = NDArray[np.uint8]
 """Pixel frames as ``[frames, height, width, 3]``, RGB, 0 to 255."""
 

@@ -24,8 +24,6 @@ ORDER = [
     "cli",
     "summary",
     "app",
-    "what_if",
-    "overhead",
     "bench",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))

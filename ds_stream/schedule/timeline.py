@@ -1,6 +1,6 @@
 """How long a schedule takes: the real planner and instructions of every stage, played against a clock that is made up.
 
-Durations and sizes come from the caller; nothing is run. See :mod:`ds_stream.what_if` for where they come from.
+Durations and sizes come from the caller; nothing is run. See :mod:`ds_stream.bench.what_if` for where they come from.
 """
 
 import statistics
@@ -52,10 +52,10 @@ class Timeline:
 
     @property
     def chunks_per_ms(self) -> float:
-        """Once the ring is in its stride: the first third of the chunks is left out."""
-        first = len(self.delivered_ms) // 3
-        taken = self.delivered_ms[-1] - self.delivered_ms[first]
-        return (len(self.delivered_ms) - 1 - first) / taken if taken else float("inf")
+        """While the ring neither fills nor empties: of the middle third of the chunks."""
+        first, last = len(self.delivered_ms) // 3, 2 * len(self.delivered_ms) // 3
+        taken = self.delivered_ms[last] - self.delivered_ms[first]
+        return (last - first) / taken if taken else float("inf")
 
     @property
     def latency_ms(self) -> float:

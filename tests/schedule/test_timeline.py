@@ -23,7 +23,7 @@ def play_ring(
     num_bytes: float = 0.0,
     machine: Machine | None = None,
     partition: tuple[int, ...] | None = None,
-    num_chunks: int = 60,
+    num_chunks: int = 180,
 ) -> Timeline:
     layers = LayerList(6, 2)
     partition = partition or layers.resolve("auto", num_stages)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from ds_stream.bench.what_if import describe_forecasts, forecast
 from ds_stream.model.layer_times import LayerTimes, measure_layers
 from ds_stream.model.pipeline import open_weights
 from ds_stream.schedule.timeline import Machine
-from ds_stream.what_if import describe_forecasts, forecast
 from rings import CPU, tiny_config
 
 CONFIG = tiny_config(batch={"max_rows": 3}).stream

@@ -18,7 +18,7 @@ from ds_stream.schedule.planner import RingPlanner
 from ds_stream.schedule.timeline import Machine, play
 from ds_stream.settings import StreamConfig
 
-_LAPS_PLAYED = 20
+_MIN_CHUNKS = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Forecast:
     max_rows: int
     partition: tuple[int, ...]
     frames_per_s: float
-    """Of one backlogged session, the filling of the ring left out."""
+    """Of one backlogged session, the filling and emptying of the ring left out."""
     chunk_latency_ms: float
     ttff_ms: float
     occupancy: tuple[float, ...]
@@ -81,8 +81,8 @@ def forecast(
         num_stages - ring.num_stages,
     )
     costs = _Costs(config, times, partition, launch_overhead_ms)
-    # Enough chunks for the ring to be in its stride, the first third of them left out.
-    num_chunks = 3 * max_rows * num_stages + _LAPS_PLAYED
+    # A third of them is several times what fills the ring: chunks come in bursts.
+    num_chunks = 6 * max_rows * num_stages + _MIN_CHUNKS
     timeline = play(layers, partition, planner, num_chunks, machine, costs.work_ms, costs.num_bytes)
     geometry = ChunkGeometry(config.context.num_latent_frames_per_chunk)
     total_ms = timeline.delivered_ms[-1]

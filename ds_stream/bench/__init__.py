@@ -1,0 +1,1 @@
+"""Measurements of settings and of the host, and forecasts of other machines."""
