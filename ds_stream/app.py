@@ -70,7 +70,7 @@ def main(argv: list[str], default_config: Path) -> int:
             return 0
         if options.dry_run:
             if info.rank == 0:
-                _dry_run(options, config.resolve(options.num_stages or info.num_ranks), info)
+                _dry_run(options, config, options.num_stages or info.num_ranks, info)
             return 0
         return _stream(options, config, info)
     except (ValueError, StreamError) as error:
@@ -94,8 +94,10 @@ def _print_plan(options: argparse.Namespace, config: Config, num_stages: int) ->
         print(describe_schedule(num_stages, ring, noise.num_passes, context.lead, stream.batch.max_rows))
 
 
-def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> None:
+def _dry_run(options: argparse.Namespace, config: Config, num_stages: int, info: RankInfo) -> None:
     """Everything that a run checks before it loads."""
+    will_measure = _is_calibrated(config, num_stages)
+    config = config.resolve(num_stages)
     choose_accelerator(config)
     from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
@@ -105,6 +107,8 @@ def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> Non
     if options.prompt_embeds is not None:
         read_embedding(options.prompt_embeds, config.stream)
     plan = _plan_memory(options, config)
+    if will_measure:
+        print("boundaries as planned; the start of a run measures the layers and may cut them elsewhere")
     try:
         check_memory(plan, config.stream, info)
     except ValueError as error:
@@ -112,7 +116,7 @@ def _dry_run(options: argparse.Namespace, config: Config, info: RankInfo) -> Non
 
 
 def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
-    is_auto = config.stream.stages.partition == "auto"
+    is_calibrated = _is_calibrated(config, info.num_ranks)
     config = config.resolve(info.num_ranks)
     reader: FrameReader | None = None
     writer: FrameWriter | None = None
@@ -136,7 +140,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         weights = open_weights(config.stream)
         if writer is not None:
             layer_times = None
-            if is_auto:
+            if is_calibrated:
                 config, layer_times = _calibrate(config, info, weights)
             request = _make_request(options, config, info, weights, reader, writer)
             request = replace(
@@ -166,10 +170,14 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
     return 0
 
 
+def _is_calibrated(config: Config, num_stages: int) -> bool:
+    """Whether a start measures the layers to find the boundaries of ``config``, which is not resolved."""
+    stages = config.stream.stages
+    return stages.partition == "auto" and stages.calibrate and num_stages > 1
+
+
 def _calibrate(config: Config, info: RankInfo, weights: "ModelWeights") -> "tuple[Config, LayerTimes | None]":
     """Layer boundaries by measured times, on the first rank, before anything is loaded."""
-    if not config.stream.stages.calibrate or info.num_ranks == 1:
-        return config, None
     import torch
 
     from ds_stream.controller.stage_balancer import StreamShape, balance

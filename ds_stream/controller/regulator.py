@@ -28,8 +28,8 @@ from ds_stream.partition import LayerList, Ring
 from ds_stream.settings import StreamConfig
 
 _LONGEST_HISTORY = 100_000
-# Costs change slowly, and a search over all partitions takes a while.
-_TICKS_PER_LOOK_AT_BALANCE = 64
+# A search over all partitions takes 10 ms for 48 layers on 8 stages.
+_TICKS_PER_LOOK_AT_BALANCE = 16
 
 
 @dataclass(frozen=True, slots=True)
