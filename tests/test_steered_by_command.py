@@ -65,13 +65,14 @@ def test_a_camera_that_does_not_wait_drops_and_counts(tmp_path: Path):
 
 
 def test_a_report_without_a_video(tmp_path: Path):
-    arguments = ("--input", "synthetic", "--num-frames", "17", "--output", "none", "--report", str(tmp_path / "report"))
-    command = Command(tmp_path, 2, *arguments)
+    report = tmp_path / "report"
+    arguments = ("--input", "synthetic", "--num-frames", "17", "--output", "none")
+    command = Command(tmp_path, 2, *arguments, "--report", str(report))
     assert command.wait() == {}, command.said
     assert not command.output.exists()
     assert "output:" not in command.said
-    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["report.html", "report.json", "trace.json"]
-    assert report_of(tmp_path / "report")["stream"]["frames"] == 17
+    assert sorted(path.name for path in report.iterdir()) == ["report.html", "report.json", "trace.json"]
+    assert report_of(report)["stream"]["frames"] == 17
 
 
 @pytest.mark.parametrize(
@@ -93,17 +94,10 @@ def test_ranks_that_are_only_vae(tmp_path: Path, partition: list[int], roles: li
 
 def test_boundaries_and_rows_that_were_badly_chosen_are_mended_while_the_video_stays_the_same(tmp_path: Path):
     clip = write_clip(tmp_path / "clip.mp4", random_clip(360))
-    settings = {
-        "stages": {"partition": [0, 9, 11], "rebalance": True},
-        "batch": {"max_rows": 3, "autotune": True},
-    }
-    command = Command(
-        tmp_path,
-        2,
-        *("--input", str(clip), "--prompt", "red boats", "--seed", "3", "--report", str(tmp_path)),
-        *(f"--set=stream.{part}.{key}={json.dumps(value)}" for part, of in settings.items() for key, value in of.items()),
-        before=sleeping_blocks(0.01, 0, 2),
-    )
+    arguments = ("--input", str(clip), "--prompt", "red boats", "--seed", "3", "--report", str(tmp_path))
+    settings = ("stages.partition=[0,9,11]", "stages.rebalance=true", "batch.max_rows=3", "batch.autotune=true")
+    given = [f"--set=stream.{setting}" for setting in settings]
+    command = Command(tmp_path, 2, *arguments, *given, before=sleeping_blocks(0.01, 0, 2))
     assert command.wait(timeout_s=180) == {}, command.said
     moves = [move for move in report_of(tmp_path)["balance"] if move["before"] is not None]
     assert moves
