@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ds_stream.cli import (
     NO_OUTPUT,
     build_parser,
-    choose_accelerator,
     configure,
     is_synthetic,
     prompt_changes,
@@ -36,6 +35,7 @@ from ds_stream.core import (
     RankInfo,
     StreamError,
 )
+from ds_stream.device import prepare_device
 from ds_stream.summary import describe_run, say_what_was_done
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _dry_run(options: argparse.Namespace, config: Config, num_stages: int, info:
     """Everything that a run checks before it loads."""
     will_measure = _is_calibrated(config, num_stages)
     config = config.resolve(num_stages)
-    choose_accelerator(config)
+    prepare_device(config)
     from ds_stream.memory import check_memory
     from ds_stream.model.pipeline import open_weights
     from ds_stream.model.text.encode import read_embedding
@@ -129,7 +129,7 @@ def _stream(options: argparse.Namespace, config: Config, info: RankInfo) -> int:
         reader, writer = _open_media(options, config)
     interrupted = threading.Event()
     threading.Thread(target=_end_on_signal, args=(writer, interrupted), name="signals", daemon=True).start()
-    choose_accelerator(config)
+    prepare_device(config)
     # Torch and DeepSpeed take seconds to import: mistakes in the command should not wait for them.
     from ds_stream.memory import memory_limit
     from ds_stream.model.pipeline import open_weights

@@ -156,14 +156,6 @@ def warn_of_late_prompts(options: argparse.Namespace, num_frames: int | None, fr
             warn(f"--prompt-at {seconds:g}={prompt!r} comes after the end of the video, which is {length:.2f} s long")
 
 
-def choose_accelerator(config: Config) -> None:
-    """Let DeepSpeed know, before it is imported, where there is no GPU to be used."""
-    import torch
-
-    if config.stream.device.kind == "cpu" or not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-
 def warn(message: object) -> None:
     """One line on standard error."""
     print(f"ds_stream: warning: {message}", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ ORDER = [
     "run",
     "report",
     "cli",
+    "device",
     "summary",
     "app",
     "bench",

@@ -4,7 +4,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import re
 import sys
 from dataclasses import asdict
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ds_stream.bench.matrix import measure_matrix
-from ds_stream.cli import choose_accelerator
 from ds_stream.config import Config, find_config, load_config
 from ds_stream.core import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, RankInfo, StreamError
+from ds_stream.device import prepare_device
 
 
 def build_parser(default_config: Path) -> argparse.ArgumentParser:
@@ -55,7 +54,8 @@ def main(argv: list[str], default_config: Path) -> int:
         for path in (options.json, options.save_layer_times):
             if path is not None and not path.parent.is_dir():
                 raise ValueError(f"{path} cannot be written: there is no folder {path.parent}")
-        config = load_config(find_config(options.config), tuple(options.set))
+        overrides = (*options.set, "stream.device.kind=cpu") if options.overhead else options.set
+        config = load_config(find_config(options.config), tuple(overrides))
         if options.overhead:
             return _overhead(options, config)
         return _what_if(options, config) if options.what_if else measure_matrix(options, config)
@@ -70,7 +70,7 @@ def main(argv: list[str], default_config: Path) -> int:
 
 
 def _what_if(options: argparse.Namespace, config: Config) -> int:
-    choose_accelerator(config)
+    prepare_device(config)
     from ds_stream.bench.what_if import describe_forecasts, forecast
     from ds_stream.schedule.timeline import Machine
 
@@ -111,7 +111,7 @@ def _layer_times(options: argparse.Namespace, config: Config, rows: "list[int]")
 
 
 def _overhead(options: argparse.Namespace, config: Config) -> int:
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    prepare_device(config)
     import torch
 
     from ds_stream.bench.overhead import measure_overhead

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -13,9 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ds_stream.cli import NO_OUTPUT, SYNTHETIC, choose_accelerator
+from ds_stream.cli import NO_OUTPUT, SYNTHETIC
 from ds_stream.config import Config, find_config, load_config
 from ds_stream.core import RankInfo, StreamError
+from ds_stream.device import prepare_device
 from ds_stream.schedule.planner import backlogged_chunks_per_tick
 from ds_stream.settings import StreamConfig
 
@@ -98,7 +100,7 @@ def _run(options: argparse.Namespace, case: Case) -> dict[str, Any]:
         "chunk_latency_ms_p50": stream["chunk_latency_ms_p50"],
         "chunk_latency_ms_p95": stream["chunk_latency_ms_p95"],
         "ttff_ms": stream["ttff_ms"],
-        "tick_ms": measured[len(measured) // 2] if measured else None,
+        "tick_ms": statistics.median(measured) if measured else None,
         **_occupancy(report, _config_of(options, case).stream),
         "busy_share": [stage["busy_share"] for stage in report["stages"]],
         "partition": report["config"]["stream"]["stages"]["partition"],
@@ -124,7 +126,7 @@ def _occupancy(report: dict[str, Any], config: StreamConfig) -> dict[str, float 
 
 def _run_oracle(config: Config, num_frames: int) -> float:
     """Frames per second of the plain loops over the same layers, the first chunk left out."""
-    choose_accelerator(config)
+    prepare_device(config)
     import torch
 
     from ds_stream.core import ChunkGeometry
